@@ -1,18 +1,30 @@
 """Reading of untrusted files: regular files only, of bounded size and nesting.
 
 A fault of a file's content or kind is a `ValueError` of one line, a refusal of the system an `OSError`. Readers of
-artefacts convert both to errors of `moetool.base.errors` with the next command.
+artefacts convert both to errors of `moetool.base.errors` with the next command. A file that stands for another one
+(`require_itself`) is a `MismatchError`, since no reader's own advice helps there.
 """
 
 import os
+import re
 import stat
 import tomllib
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from moetool.base.errors import MismatchError
+
 TOML_BYTES = 2**20
 DEPTH = 64
 """Limit of nesting in TOML, below the depth at which recursive code (dataclasses, pydantic) fails."""
+
+_HEAD_BYTES = 512
+_SUBSTITUTES = (
+    (rb"version https://git-lfs\.github\.com/spec/", "is a Git LFS pointer; run 'git lfs pull' in its directory"),
+    (rb"(?i)\s*<(!doctype\s+html|html\b)", "is a web page; it says why the file itself was not downloaded"),
+    (rb"\0{512}", "begins with zeros, as a download does that is not complete; finish the download"),
+)
+"""Beginnings of files that stand for other ones."""
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -37,14 +49,33 @@ def require_regular(path: Path) -> int:
     return found.st_size
 
 
+def require_itself(path: Path) -> None:
+    """Refuse a file that stands for another one; other kinds of paths pass.
+
+    Raises:
+        MismatchError: it is a Git LFS pointer, a web page in place of a download, or zeros where a download is missing.
+        OSError: it cannot be read.
+    """
+    if path.is_file():
+        with path.open("rb") as file:
+            _require_itself(path, file.read(_HEAD_BYTES))
+
+
+def _require_itself(path: Path, head: bytes) -> None:
+    for pattern, problem in _SUBSTITUTES:
+        if re.match(pattern, head):
+            raise MismatchError(f"{path} {problem}")
+
+
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read its bytes; errors as in `require_regular`."""
+    """Open a file to read its bytes; errors as in `require_regular` and `require_itself`."""
     require_regular(path)
     # Do not block if a pipe replaces the file now.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("it is no longer a regular file")
+        _require_itself(path, os.pread(descriptor, _HEAD_BYTES, 0))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)

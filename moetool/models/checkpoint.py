@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 
 from moetool.base import families
+from moetool.base.bounded_read import require_itself
 from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line
 from moetool.base.json_files import decode_json, read_bounded
 from moetool.base.types import ModelSpec
@@ -455,6 +456,9 @@ class Checkpoint:
         return getattr(self.config, "max_position_embeddings", None)
 
 
+_TOKENIZER_FILES = ("*token*", "vocab*", "merges.txt", "*.model", "chat_template*", "additional_chat_templates/*")
+
+
 def read_tokenizer(folder: Path, **options: Any) -> Any:
     """Load the tokenizer in a folder.
 
@@ -463,9 +467,13 @@ def read_tokenizer(folder: Path, **options: Any) -> Any:
 
     Raises:
         UsageError: transformers cannot read a tokenizer in the folder.
+        MismatchError: one of its files stands for another one (`require_itself`).
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    for pattern in _TOKENIZER_FILES:
+        for file in folder.glob(pattern):
+            require_itself(file)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
     except MemoryError:

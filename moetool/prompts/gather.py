@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moetool.base import assets
+from moetool.base.bounded_read import require_itself
 from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line, unknown_name
 from moetool.base.validation import outside_vocabulary
 from moetool.prompts import dataset_recipe
@@ -385,4 +386,5 @@ def _file(source: str, known: Sequence[str]) -> Path:
     if not file.is_file() or file.suffix.lower() not in READERS:
         found = "a directory" if file.is_dir() else f"of format {file.suffix or 'unknown'!r}"
         raise UsageError(f"{source} is {found}, expected a file that ends in {_FORMATS}; convert it and try again")
+    require_itself(file)
     return file

@@ -50,7 +50,7 @@ class SamplingParams:
     Attributes:
         max_tokens: maximum number of new tokens.
         temperature: temperature of sampling; 0 is greedy.
-        top_p: sample among the likeliest tokens that together have this probability (0 < top_p <= 1).
+        top_p: sample among the likeliest tokens that together have this probability (0 to 1; 0: the likeliest token).
         seed: with a seed the same request gives the same tokens, alone or in any batch.
         logprobs: number of top alternatives per token to report (None: no log-probabilities).
         ignore_eos: continue after the end-of-sequence token.

@@ -91,7 +91,7 @@ class GenerationRequest(RequestBody):
 
     model: Text
     temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     stop: Annotated[_Stops, BeforeValidator(_as_stops, json_schema_input_type=_Stop | _Stops)] = Field(default=[])

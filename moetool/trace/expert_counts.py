@@ -10,6 +10,7 @@ refuse them, since they need the experts of each token in order.
 
 import io
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import numpy as np
 
 from moetool import __version__
 from moetool.base import durable
-from moetool.base.bounded_read import require_regular
+from moetool.base.bounded_read import require_itself, require_regular
 from moetool.base.errors import MismatchError, UsageError, first_line
 from moetool.base.json_files import read_json
 from moetool.base.types import ModelSpec
@@ -58,13 +59,25 @@ class Counted:
         if not counts_WLE.any():
             raise MismatchError("no pass has any tokens: the recorder was off; record again")
         if len(idle := np.flatnonzero(~counts_WLE.any(axis=(0, 2)))):
-            layers = [layer for i, layer in enumerate(self.spec.layer_ids_L) if i not in idle]
-            run = f"{layers[0]}..{layers[-1]}" if layers == list(range(layers[0], layers[-1] + 1)) else ""
             raise MismatchError(
-                f"layer {self.spec.layer_ids_L[idle[0]]} is all zero, expected tokens: it has no router (hash layers "
-                f"choose by token), no experts, or the recorder was off; import the layers that were recorded with "
-                f"--set moe_layers={run or ','.join(map(str, layers))}, or record again"
+                f"layer {self.spec.layer_ids_L[idle[0]]} is all zero, expected tokens: "
+                f"{unrecorded(self.spec.layer_ids_L, idle)}"
             )
+
+
+def unrecorded(layer_ids_L: Sequence[int], idle: Collection[int]) -> str:
+    """Return the reasons why some layers are all zero, and the remedy.
+
+    Args:
+        idle: their positions in `layer_ids_L`.
+    """
+    layers = [layer for i, layer in enumerate(layer_ids_L) if i not in idle]
+    run = layers == list(range(layers[0], layers[-1] + 1))
+    names = f"{layers[0]}..{layers[-1]}" if run else ",".join(map(str, layers))
+    return (
+        "it has no router (hash layers choose by token), no experts, or the recorder was off; import the layers that "
+        f"were recorded with --set moe_layers={names}, without first_k_dense, or record again"
+    )
 
 
 class ExpertCounts:
@@ -97,6 +110,7 @@ class ExpertCounts:
                 f"{SCHEMA_VERSION}; import them again with: moetool trace import"
             )
         file = path / FILE
+        require_itself(file)
         try:
             self.spec = ModelSpec.from_json(self.manifest["spec"])
             require_regular(file)

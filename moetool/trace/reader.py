@@ -30,6 +30,7 @@ import pyarrow.parquet as pq
 
 from moetool.base import config, durable
 from moetool.base import validation as check
+from moetool.base.bounded_read import require_itself
 from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line
 from moetool.base.json_files import decode_json, read_bounded
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
@@ -178,6 +179,7 @@ class Trace:
             file = path / name
             size = file.stat().st_size if file.is_file() else None
             if size != expected:
+                require_itself(file)
                 raise MismatchError(
                     f"{file} is {'missing' if size is None else f'{size:,} bytes long'}, expected "
                     f"{expected:,} bytes; copy the trace again or capture again"

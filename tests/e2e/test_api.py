@@ -268,7 +268,7 @@ def test_scoring_a_prompt(client: openai.OpenAI) -> None:
         ("min_tokens", {"min_tokens": 5}),
         ("temperature", {"temperature": 2.5}),
         ("temperature", {"temperature": float("nan")}),
-        ("top_p", {"top_p": 0}),
+        ("top_p", {"top_p": -1e-9}),
         ("n", {"n": 0}),
         ("n", {"n": "1"}),
         ("stop", {"stop": ["a", "b", "c", "d", "e"]}),

@@ -271,7 +271,7 @@ def test_options_of_sampling_reach_the_engine(real: str) -> None:
     assert (made["count"], made["token_strs"]) == (1, ["Z"])
     assert client.completions.create(**asked, logit_bias={str(made["tokens"][0]): 100}).choices[0].text == "Z" * 8
     hot = {**asked, "temperature": 2.0, "seed": 1}
-    for one in ({"top_k": 1}, {"min_p": 1.0}, {"top_k": 1, "top_p": 1e-46}):
+    for one in ({"top_k": 1}, {"min_p": 1.0}, {"top_k": 1, "top_p": 1e-46}, {"top_p": 0}):
         assert client.completions.create(**hot, extra_body=one).choices[0].text == plain
     texts = set()
     for one in ({}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 5.0}):

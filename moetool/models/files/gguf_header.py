@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from moetool.base.bounded_read import require_itself
 from moetool.base.errors import MismatchError, UsageError
 from moetool.models.files.gguf_end_tokens import END_TEXTS
 from moetool.models.files.tensor_index import FileStamp
@@ -128,6 +129,7 @@ class _Reader:
     """
 
     def __init__(self, file: Path) -> None:
+        require_itself(file)
         self._file = file
         with file.open("rb") as stream:
             self._data = stream.read(_MOST_BYTES)

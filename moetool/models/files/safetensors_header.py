@@ -44,9 +44,12 @@ def read_header(file: Path) -> dict[str, HeaderEntry]:
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
+            content = stream.read(min(length, _MAX_HEADER_BYTES))
+            if 8 + length > size and content[:1] in (b"", b"{"):
+                raise ValueError(f"it is truncated inside its header: it has {size:,} bytes")
+            if length > _MAX_HEADER_BYTES or 8 + length > size:
                 raise ValueError(f"its header should have {length:,} bytes, but the file has {size:,}")
-            header = parse_object(stream.read(length))
+            header = parse_object(content)
         return parse_header(header, 8 + length, size)
     except ValueError as error:
         raise MismatchError(f"{file} is damaged: {first_line(error)}; download the model again") from None

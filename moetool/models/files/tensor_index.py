@@ -75,15 +75,15 @@ def read_index(folder: Path, named: object = None) -> TensorIndex:
     Args:
         named: the file that its config names (`transformers_weights`), if any.
 
-    Effects: warns of a second set of weights that is not read.
+    Effects: warns of a second set of weights that is not read, and of tensors in the index that no file holds: as in
+        transformers, the headers decide, and only a tensor that the model uses must exist.
 
     Raises:
         UsageError: there is no file, it is unclear which ones are meant (`choose_weights`), or one in the index is
             missing.
-        MismatchError: a file is damaged; two hold a tensor of the same name; the index names a file outside the folder,
-            or a tensor that its file lacks.
+        MismatchError: a file is damaged; two hold a tensor of the same name; the index names a file outside the folder.
     """
-    files, weight_map = _weight_files(folder, named)
+    files, listed = _weight_files(folder, named)
     stamps = tuple(FileStamp.of(file.stat()) for file in files)
     tensors: dict[str, Tensor] = {}
     for number, file in enumerate(files):
@@ -94,11 +94,13 @@ def read_index(folder: Path, named: object = None) -> TensorIndex:
                     "again"
                 )
             tensors[name] = Tensor(number, entry.begin, entry.end - entry.begin, entry.shape, entry.dtype)
-    for name, file_name in weight_map.items():
-        if name not in tensors or files[tensors[name].file] != folder / file_name:
-            raise MismatchError(
-                f"{folder / INDEX} names {name} in {file_name}, which does not hold it; download the model again"
-            )
+    if absent := sorted(listed - tensors.keys()):
+        _log.warning(
+            "%s names %s%s, which no file holds; this matters only if the model uses it",
+            folder / INDEX,
+            absent[0],
+            f" and {len(absent) - 1} more" if len(absent) > 1 else "",
+        )
     return TensorIndex(files, stamps, tensors)
 
 
@@ -107,14 +109,14 @@ def has_weights(folder: Path) -> bool:
     return folder.is_file() or any((folder / name).is_file() for name in (SINGLE, INDEX))
 
 
-def _weight_files(folder: Path, named: object) -> tuple[tuple[Path, ...], dict[str, str]]:
-    """Return a model's safetensors files in order, and the index's file of each tensor."""
+def _weight_files(folder: Path, named: object) -> tuple[tuple[Path, ...], set[str]]:
+    """Return a model's safetensors files in order, and the tensors in its index."""
     existing = {path.name for path in folder.glob("*") if path.is_file()}
     index = folder / INDEX
     if choose_weights(existing, str(folder), named) == SINGLE:
         if said := second_set(index, existing, str(folder)):
             _log.warning("%s", said)
-        return (folder / SINGLE,), {}
+        return (folder / SINGLE,), set()
     content = read_json(index, advice="download the model again")
     weight_map = content.get("weight_map")
     if not (isinstance(weight_map, dict) and weight_map and all(isinstance(v, str) for v in weight_map.values())):
@@ -130,4 +132,4 @@ def _weight_files(folder: Path, named: object) -> tuple[tuple[Path, ...], dict[s
         if not (folder / place).is_file():
             raise UsageError(f"{folder / place} is missing, though {INDEX} names it; download the model again")
         files.append(folder / place)
-    return tuple(files), weight_map
+    return tuple(files), set(weight_map)

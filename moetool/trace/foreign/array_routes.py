@@ -65,7 +65,7 @@ def routes(path: Path, pack: Mapping[str, Any], arrays: ArrayRoutes, facts: Mode
     """Return each row of the batch as a sequence, without blank tokens and layers.
 
     Raises:
-        MismatchError: a layer is invalid, or the arrays beside the routes have another shape.
+        MismatchError: a layer is invalid, the arrays beside the routes have another shape, or padding cannot be told.
     """
     experts_BTLK = arrays.experts_BTLK.astype(np.int64)
     batch, length = experts_BTLK.shape[:2]
@@ -79,11 +79,13 @@ def routes(path: Path, pack: Mapping[str, Any], arrays: ArrayRoutes, facts: Mode
     keep_L = np.isin(arrays.layers, layers)
     experts_BTLK = experts_BTLK[:, :, keep_L]
     blank_BT = (experts_BTLK == -1).all(axis=(2, 3))
-    present = find(pack, _PRESENT)
-    begin_B = np.zeros(batch, int)  # of the prompt, after the padding at its left
-    if present is not None:
-        present_BT = _beside(path, present, pack[present], batch, length).astype(bool)
-        blank_BT, begin_B = blank_BT | ~present_BT, present_BT.argmax(axis=1)
+    ids_BT = None if (name := find(pack, TOKEN_IDS)) is None else _beside(path, name, pack[name], batch, length)
+    prompts_B = _prompts(path, pack, batch)
+    if (present := find(pack, _PRESENT)) is not None:
+        blank_BT = blank_BT | (_beside(path, present, pack[present], batch, length) == 0)
+    elif batch > 1 and not blank_BT.any():
+        _require_unpadded(path, ids_BT, prompts_B)
+    begin_B = (~blank_BT).argmax(axis=1)  # of the prompt, after the padding at its left
     if blank_BT.any():
         notes = [*notes, f"{int(blank_BT.sum()):,} tokens without experts (blank or padding) left out"]
     top_k = experts_BTLK.shape[3]
@@ -99,8 +101,6 @@ def routes(path: Path, pack: Mapping[str, Any], arrays: ArrayRoutes, facts: Mode
         top_k_L=[top_k] * len(layers),
         has_logits=logits is not None,
     )
-    ids_BT = None if (name := find(pack, TOKEN_IDS)) is None else _beside(path, name, pack[name], batch, length)
-    prompts_B = _prompts(path, pack, batch)
     sequences = []
     for b in range(batch):
         keep_T = ~blank_BT[b]
@@ -112,7 +112,7 @@ def routes(path: Path, pack: Mapping[str, Any], arrays: ArrayRoutes, facts: Mode
             None if values is None else values[b][keep_T][:, keep_L].reshape(rows, -1).astype(np.float16)
             for values in (arrays.weights_BTLK, logits)
         ]
-        check(path, spec, experts_TS, parts[0])
+        check(path, spec, experts_TS, parts[0], all_layers=True)
         sequences.append(
             RouteSequence(
                 name=str(b),
@@ -131,6 +131,21 @@ def routes(path: Path, pack: Mapping[str, Any], arrays: ArrayRoutes, facts: Mode
         sequences=sequences,
         notes=["the file does not name the model", *notes],
     )
+
+
+def _require_unpadded(path: Path, ids_BT: np.ndarray | None, prompts_B: list[int] | None) -> None:
+    """Raise MismatchError if the sequences of a batch may be padded at their left, which only a mask tells."""
+    found = ""
+    twice: Any = [] if ids_BT is None or ids_BT.shape[1] < 2 else np.flatnonzero(ids_BT[:, 0] == ids_BT[:, 1])
+    if ids_BT is not None and len(twice):
+        found = f"sequence {twice[0]} begins with token {ids_BT[twice[0], 0]} twice"
+    elif prompts_B is not None and len(set(prompts_B)) > 1:
+        found = f"the prompts have {min(prompts_B)} to {max(prompts_B)} tokens"
+    if found:
+        raise MismatchError(
+            f"{path} has no attention_mask and {found}: whether padding comes first cannot be told; add the mask, "
+            "1 for each token and 0 for padding"
+        )
 
 
 def _beside(path: Path, name: str, value: Any, batch: int, length: int) -> np.ndarray:

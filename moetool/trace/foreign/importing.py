@@ -12,6 +12,7 @@ import numpy as np
 
 from moetool import __version__
 from moetool.base import config, durable, plugins
+from moetool.base.bounded_read import require_itself
 from moetool.base.errors import MismatchError, UsageError, unknown_name
 from moetool.base.tables import numbered
 from moetool.base.types import UNKNOWN_BYTES, ModelSpec, Phase
@@ -103,6 +104,9 @@ def import_trace(
     durable.require_absent(out, overwrite, MANIFEST)
     if not files:
         raise UsageError("nothing to import; give the path of a file of routes or counts")
+    for file in files:
+        for part in _files_in(file):
+            require_itself(part)
     guessed = None
     if format is None and mapping:
         format = "column_counts" if "count" in mapping else "columns"
@@ -161,8 +165,12 @@ def _sha256(path: Path) -> str | dict[str, str]:
     """Return the digest of a file, or of each file in a folder."""
     if path.is_file():
         return durable.sha256_file(path)
-    files = (file for file in sorted(path.rglob("*")) if file.is_file())
-    return {file.relative_to(path).as_posix(): durable.sha256_file(file) for file in files}
+    return {file.relative_to(path).as_posix(): durable.sha256_file(file) for file in _files_in(path)}
+
+
+def _files_in(path: Path) -> list[Path]:
+    """Return a file, or the files in a folder."""
+    return [file for file in (path, *sorted(path.rglob("*"))) if file.is_file()]
 
 
 _Source = tuple[Path, Any, Routes]

@@ -210,7 +210,7 @@ def sequence(where: str, name: str, experts_THK: np.ndarray, facts: ModelFacts, 
     experts_THK = experts_THK[keep_T]
     experts_THK[:, dense] = np.maximum(experts_THK[:, dense], 0)  # blank is -1 or 0
     experts_TS = without_dense(where, experts_THK, layers)
-    check(where, spec, experts_TS, None)
+    check(where, spec, experts_TS, None, all_layers=True)
     ids = answer.token_ids
     token_id_T = None
     if ids is not None and len(ids) >= start + num_rows:

@@ -14,13 +14,15 @@ recognizes the file. `READS_FOLDERS` and `FOLDER_MARK`: the file is a folder.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moetool.base.errors import MismatchError
 from moetool.base.types import ModelSpec, Phase
-from moetool.trace.foreign.model_facts import SAY_LAYERS, ModelFacts
+from moetool.trace.expert_counts import unrecorded
+from moetool.trace.foreign.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace
@@ -135,25 +137,37 @@ def renormalized(spec: ModelSpec, facts: ModelFacts, weights_TS: np.ndarray | No
     return replace(spec, renormalize=bool((np.abs(sums_TL - 1) < 0.01).all()))
 
 
-def check(path: object, spec: ModelSpec, experts_TS: np.ndarray, weights_TS: np.ndarray | None) -> None:
+def check(
+    path: object, spec: ModelSpec, experts_TS: np.ndarray, weights_TS: np.ndarray | None, *, all_layers: bool = False
+) -> None:
     """Check the rows. Weights may be zero, but not for every token of a layer.
+
+    Args:
+        all_layers: whether the file holds all layers of the model, so that facts name those with experts.
 
     Raises:
         MismatchError: a layer is invalid.
     """
     if not len(experts_TS):
         raise MismatchError(f"{path} has no tokens, expected some; record again")
-    start = 0
+    starts = np.cumsum([0, *spec.top_k_L])
+    idle = [
+        layer
+        for layer, (begin, end) in enumerate(pairwise(starts))
+        if not (experts_TS[:, begin:end].any() or (weights_TS is not None and weights_TS[:, begin:end].any()))
+    ]
+    if len(idle) == spec.num_layers:
+        raise MismatchError(f"{path} is all zero, expected experts: the recorder was off; record again")
+    if idle:
+        remedy = unrecorded(spec.layer_ids_L, idle) if all_layers else "the recorder was off there; record again"
+        raise MismatchError(
+            f"{path}: MoE layer {spec.layer_ids_L[idle[0]]} is all zero, expected its experts: {remedy}"
+        )
     for layer, (top_k, num_experts) in enumerate(zip(spec.top_k_L, spec.num_experts_L, strict=True)):
         name = f"{path}: MoE layer {spec.layer_ids_L[layer]}"
-        experts = experts_TS[:, start : start + top_k]
-        weights = None if weights_TS is None else weights_TS[:, start : start + top_k]
-        start += top_k
-        if not experts.any() and (weights is None or not weights.any()):
-            raise MismatchError(
-                f"{name} is all zero, expected its experts: it has none, or the recorder was off; name the layers with "
-                f"experts with {SAY_LAYERS}, or record again"
-            )
+        columns = slice(starts[layer], starts[layer + 1])
+        experts = experts_TS[:, columns]
+        weights = None if weights_TS is None else weights_TS[:, columns]
         if experts.min() < 0 or experts.max() >= num_experts:
             wrong = experts[(experts < 0) | (experts >= num_experts)][0]
             raise MismatchError(f"{name} uses expert {wrong}, expected 0 to {num_experts - 1}; download the file again")

@@ -93,7 +93,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         )
     num_experts = int(logical_HP.max()) + 1
     spec = facts.spec_of(path, layers=layers, num_experts=num_experts, top_k_L=[top_k] * len(layers))
-    check(path, spec, experts_TS[kept_T], None)
+    check(path, spec, experts_TS[kept_T], None, all_layers=True)
     sequences, notes = _sequences(path, found)
     forward_T = np.repeat(np.arange(len(found)), [len(record.ids) for record in found]).astype(np.int32)
     ids_T = np.array([i for record in found for i in record.ids], np.int32)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from moetool.base.errors import MismatchError, UsageError
 from moetool.models.files.safetensors_header import DTYPE_BITS, HeaderEntry, read_header
 from moetool.models.files.tensor_index import read_index
+from tests.logs import warnings
 from tests.refusals import refused
 
 _Header = dict[str, Any]
@@ -179,8 +180,6 @@ def test_an_index_of_two_files(tmp_path: Path) -> None:
         ({"a": "/etc/passwd"}, "names the file '/etc/passwd'"),
         ({"a": "x/../../one.safetensors"}, "of its own directory"),
         ({"a": "config.json"}, "of its own directory"),
-        ({"a": "two.safetensors"}, "names a in two.safetensors, which does not hold it"),
-        ({"c": "one.safetensors"}, "names c in one.safetensors, which does not hold it"),
         ({"a": 1}, "has no weight_map"),
         ({}, "has no weight_map"),
         (["one.safetensors"], "has no weight_map"),
@@ -189,6 +188,22 @@ def test_an_index_of_two_files(tmp_path: Path) -> None:
 def test_indexes_that_are_refused(weight_map: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=reason):
         read_index(_sharded(tmp_path, weight_map))
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "absent", "read"),
+    [
+        ({"a": "two.safetensors"}, "a", ["b"]),
+        ({"a": "one.safetensors", "c": "one.safetensors"}, "c", ["a"]),
+        ({"a": "two.safetensors", "b": "one.safetensors"}, "", ["a", "b"]),
+    ],
+)
+def test_headers_decide_where_a_tensor_is(
+    weight_map: Any, absent: str, read: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert sorted(read_index(_sharded(tmp_path, weight_map)).tensors) == read
+    said = warnings(caplog)
+    assert len(said) == bool(absent) and all(f" {absent}, " in one for one in said)
 
 
 def test_a_missing_file_and_a_tensor_in_two(tmp_path: Path) -> None:

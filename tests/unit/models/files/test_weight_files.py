@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moetool.base.errors import MoetoolError, UsageError
+from moetool.base.errors import MismatchError, MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.files.location import locate
 from moetool.models.loading import load_full, load_lazy
@@ -104,6 +104,41 @@ def test_two_sets_of_weights_are_told(model: Path, caplog: pytest.LogCaptureFixt
     (model / INDEX).write_text("{")  # transformers does not open it
     assert Checkpoint.open(model).index.tensors
     assert not warnings(caplog)
+
+
+def _move_to_an_index(folder: Path, *, without: str, listed: str) -> None:
+    """Move the weights but one to a shard whose index names all of them, and a further one."""
+    tensors = load_file(folder / ONE)
+    weight_map = dict.fromkeys((*tensors, listed), SHARDS[0])
+    (folder / ONE).unlink()
+    tensors.pop(without, None)
+    save_file(tensors, folder / SHARDS[0], {"format": "pt"})
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_an_index_entry_that_nothing_needs(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _move_to_an_index(model, without="", listed="mtp.fc.weight")
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    with Checkpoint.open(model) as checkpoint:
+        ours = load_full(checkpoint, torch.float32).model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert any("mtp.fc.weight" in said and str(model / INDEX) in said for said in warnings(caplog))
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.experts.3.up_proj.weight",
+        "lm_head.weight",
+    ],
+)
+def test_a_tensor_that_the_model_uses_must_exist(lost: str, model: Path) -> None:
+    _move_to_an_index(model, without=lost, listed=lost)
+    for load in (load_full, load_lazy):
+        with Checkpoint.open(model) as checkpoint, refused(MismatchError, lost, model):
+            load(checkpoint, torch.float32)
 
 
 @pytest.mark.parametrize(

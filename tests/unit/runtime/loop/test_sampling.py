@@ -120,7 +120,7 @@ def test_logprobs_are_of_the_model_not_of_the_sampling() -> None:
     assert [token for token, _ in logprob.top] == [0, 1]
 
 
-@pytest.mark.parametrize("top_p", [1e-30, 1e-46, 1e-300, 5e-324])
+@pytest.mark.parametrize("top_p", [1e-30, 1e-46, 1e-300, 5e-324, 0.0])
 def test_the_likeliest_token_is_kept_however_small_top_p_is(top_p: float) -> None:
     assert _draw(SamplingParams(max_tokens=1, temperature=1.0, top_p=top_p, seed=3), LOGITS, 20) == [0] * 20
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from moetool.base.errors import MoetoolError
+from moetool.base.errors import MismatchError, MoetoolError
 from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
@@ -154,3 +154,46 @@ def test_a_prompt_begins_after_the_padding_at_its_left(tmp_path: Path) -> None:
     for name, prompt, rows in zip("ab", (2, 3), rows_of(tmp_path / "t"), strict=True):
         assert (rows.experts_TS.reshape(ROUTES[name].shape) == ROUTES[name]).all()
         assert (rows.phase_T == 0).tolist() == [i < prompt for i in range(TOKENS[name])]
+
+
+def _left_padded() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Experts, ids and mask of two sequences, the first behind three columns of padding."""
+    rng = np.random.default_rng(0)
+    experts = np.argsort(rng.random((2, 10, 3, EXPERTS)), axis=-1)[..., :2]
+    ids = np.arange(20).reshape(2, 10)
+    mask = np.ones((2, 10), np.int64)
+    ids[0, :3], mask[0, :3] = 7, 0
+    return experts, ids, mask
+
+
+@pytest.mark.parametrize("beside", ["input_ids", "prompt_lengths"])
+def test_padding_that_cannot_be_told_is_said_and_a_mask_tells_it(beside: str, tmp_path: Path) -> None:
+    experts, ids, mask = _left_padded()
+    more = {"input_ids": ids} if beside == "input_ids" else {"prompt_lengths": [2, 5]}
+    np.savez(tmp_path / "f.npz", routed_experts=experts, **more)
+    with refused(MismatchError, tmp_path / "f.npz", "attention_mask"):
+        import_trace([tmp_path / "f.npz"], None, tmp_path / "t", settings={"num_experts": EXPERTS})
+    np.savez(tmp_path / "f.npz", routed_experts=experts, attention_mask=mask, **more)
+    made = import_trace([tmp_path / "f.npz"], None, tmp_path / "t", settings={"num_experts": EXPERTS})
+    assert made.tokens == 17
+
+
+def test_blank_rows_tell_the_padding_and_equal_prompts_have_none(tmp_path: Path) -> None:
+    experts, ids, mask = _left_padded()
+    blank = np.where(mask[..., None, None] == 1, experts, -1)
+    np.savez(tmp_path / "blank.npz", routed_experts=blank, prompt_lengths=[2, 5])
+    import_trace([tmp_path / "blank.npz"], None, tmp_path / "b", settings={"num_experts": EXPERTS})
+    for length, prompt, rows in zip((7, 10), (2, 5), rows_of(tmp_path / "b"), strict=True):
+        assert (rows.phase_T == 0).tolist() == [i < prompt for i in range(length)]
+    ids[0] += 100
+    ids[0, :2] = 1, 2
+    for name, more in (("ids", {"input_ids": ids}), ("same", {"prompt_lengths": [4, 4]}), ("bare", {})):
+        np.savez(tmp_path / f"{name}.npz", routed_experts=experts, **more)
+        made = import_trace([tmp_path / f"{name}.npz"], None, tmp_path / name, settings={"num_experts": EXPERTS})
+        assert made.tokens == 20
+
+
+def test_one_sequence_may_begin_with_a_token_twice(tmp_path: Path) -> None:
+    experts, ids, _ = _left_padded()
+    np.savez(tmp_path / "f.npz", routed_experts=experts[:1], input_ids=ids[:1], prompt_lengths=[4])
+    assert import_trace([tmp_path / "f.npz"], None, tmp_path / "t", settings={"num_experts": EXPERTS}).tokens == 10

@@ -143,7 +143,7 @@ def without_layer(name: str, layer: int) -> np.ndarray:
         (changed("a", 1, 2, 0, 8), "layer 2 uses expert 8"),
         (changed("a", 0, 0, 0, 1), "layer 0 has experts, expected none; .*first_k_dense"),
         (repeated("a"), "layer 3 gives row 2 .* expected 2 different ones"),
-        (without_layer("a", 1), "layer 1 is all zero.*recorder was off.*first_k_dense"),
+        (without_layer("a", 1), "layer 1 is all zero.*recorder was off.*first_k_dense, or"),
         (foreign.hidden_rows("a")[:, :3], "expected a multiple of 32: int32 for 4 layers"),
         (np.concatenate([foreign.hidden_rows("a")] * 2), "14 rows for 4 prompt tokens and 4 new ones"),
     ],
@@ -481,3 +481,17 @@ def test_layers_without_counts_are_named_and_the_advice_works(tmp_path: Path) ->
     assert found.spec.layer_ids_L == (2, 3) and (found.counts_WLE == counts[:, 2:]).all()
     with pytest.raises(UsageError, match="layer 0"):
         import_trace([file], None, tmp_path / "u", settings={"model": str(model), "moe_layers": "0..3"})
+
+
+@pytest.mark.parametrize("said", [HEADLESS, {**HEADLESS, "first_k_dense": None}])
+def test_the_advice_on_an_unrecorded_layer_of_routes_works(said: dict[str, Any], tmp_path: Path) -> None:
+    said = {name: value for name, value in said.items() if value is not None}
+    rows = without_layer("a", 1)
+    file = foreign.write_lines(tmp_path / "r.jsonl", foreign.sglang_native("a", rows))
+    with pytest.raises(MoetoolError, match="--set moe_layers=") as refusal:
+        import_trace([file], None, tmp_path / "t", settings=said)
+    advised = re.search(r"moe_layers=(\S+?),? ", str(refusal.value))
+    assert advised is not None
+    said.pop("first_k_dense", None)
+    import_trace([file], None, tmp_path / "t", settings={**said, "moe_layers": advised[1]})
+    assert Trace(tmp_path / "t").spec.layer_ids_L == (2, 3)
