@@ -18,6 +18,7 @@ from typing import Any
 
 from moetool.base.errors import MoetoolError, UsageError, first_line
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.config_model import ConfigModel
 from moetool.models.shape import shape_of
 from moetool.prompts.gather import Prompt
 from moetool.trace.foreign.importing import Imported, import_trace
@@ -86,7 +87,7 @@ class RemoteServer:
 
 def capture_remote(
     server: RemoteServer,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | ConfigModel,
     prompts: Sequence[Prompt],
     out: Path,
     *,

@@ -213,9 +213,9 @@ def _from_server(
     overwrite: bool,
 ) -> None:
     from moetool.capture.remote import RemoteServer, capture_remote
-    from moetool.models.checkpoint import Checkpoint
+    from moetool.models.shape import open_shape
 
-    checkpoint = Checkpoint.open(model, weights=False)
+    checkpoint = open_shape(model)
     with tables.progress(f"asking {url}", len(texts)) as on_progress:
         made = capture_remote(
             RemoteServer(url=url, api_key=key, concurrency=concurrency),

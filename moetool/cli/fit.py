@@ -6,10 +6,12 @@ import typer
 
 from moetool.base import tables
 from moetool.base.config import parse_bytes
+from moetool.base.types import UNKNOWN_BYTES
 from moetool.cli.flags import Json, Revision
 
 if TYPE_CHECKING:
     from moetool.measuring.fit import Fit, MemorySpeed
+    from moetool.models.config_model import ConfigModel
 
 
 def fit(
@@ -38,7 +40,9 @@ def fit(
     """
     from moetool.measuring.fit import FitOptions
     from moetool.measuring.fit import fit as estimate
+    from moetool.models.config_model import ConfigModel
     from moetool.models.files.hub import with_revision
+    from moetool.models.shape import open_shape
 
     options = FitOptions(
         machine=machine,
@@ -46,7 +50,11 @@ def fit(
         gpu_bytes=None if gpu_memory is None else parse_bytes(gpu_memory),
         disk_bytes_s=None if disk_speed is None else float(parse_bytes(disk_speed.removesuffix("/s"))),
     )
-    found = estimate(with_revision(model, revision), options)
+    opened = open_shape(with_revision(model, revision))
+    if isinstance(opened, ConfigModel):
+        _print_shape(opened, as_json)
+        return
+    found = estimate(opened, options)
     if as_json:
         tables.print_json(found.to_json())
     else:
@@ -58,6 +66,24 @@ def headline(found: "Fit") -> str:
     billions, active = found.parameters / 1e9, found.active_parameters / 1e9
     size = f"{billions:.1f} B parameters, {active:.1f} B active, {tables.count(found.model_bytes, 'B')}"
     return f"{found.model} ({size}) on {found.machine}: {found.verdict}"
+
+
+def _print_shape(model: "ConfigModel", as_json: bool) -> None:
+    """Print the shape of a model that cannot run."""
+    spec = model.spec
+    if as_json:
+        tables.print_json({"fits": False, "problem": model.problem, "spec": spec.to_json()})
+        return
+    tables.print_paragraph(f"{model.name} does not run: {model.problem}. Its routing can be traced.")
+    known = spec.slot_bytes != UNKNOWN_BYTES
+    tables.print_lines(
+        [
+            ("MoE layers", str(spec.num_layers), f"of {model.num_hidden_layers} layers"),
+            ("experts", str(spec.num_experts), f"in each of them; a token uses {max(spec.top_k_L)}"),
+            ("an expert", tables.count(spec.slot_bytes, "B") if known else "unknown", model.origin),
+            ("all experts", tables.count(spec.all_experts_bytes, "B") if known else "unknown", ""),
+        ]
+    )
 
 
 def _print(found: "Fit") -> None:

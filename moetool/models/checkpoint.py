@@ -1,6 +1,5 @@
 """A model's checkpoint, opened once: config, MoE layers, tensors, weight format, tokenizer and identity."""
 
-import contextlib
 import copy
 import hashlib
 import json
@@ -50,6 +49,10 @@ _LOG = logging.getLogger(__name__)
 _PLACEHOLDER = torch.bfloat16  # no family pins a tensor to it, so such tensors take the model's data type
 
 
+class UnknownFamily(UsageError):
+    """A config of a family that transformers lacks: it can be traced (`ConfigModel`), not run."""
+
+
 class Checkpoint:
     """A checkpoint whose parts are read and built once, at first use.
 
@@ -66,8 +69,8 @@ class Checkpoint:
     Effects: only the results of `open_shards` and `expert_files` keep files open. `close` closes all of them.
 
     Raises:
-        UsageError: transformers does not know the family, the checkpoint needs its own code, or the weight format is
-            not supported.
+        UnknownFamily: transformers does not know the family.
+        UsageError: the weight format is not supported.
         MismatchError: the config is damaged, or its fields contradict one another.
     """
 
@@ -82,10 +85,11 @@ class Checkpoint:
         self.quantization: Quantization | None
         if self._gguf is not None:
             self._content, self.raw, self.quantization = self._gguf.content, self._gguf.config, self._gguf.weights
+            self._whole_config = _parse_config(path, self.raw)
         else:
-            self._content, self.raw = _read_config(path / "config.json")
+            self._content, self.raw = read_config(path / "config.json")
+            self._whole_config = _parse_config(path, self.raw)
             self.quantization = quantization_of(self.raw, path)
-        self._whole_config = _parse_config(path, self.raw)
         self.config: Any = self._whole_config.get_text_config()
         check_config(self.config, self.raw, path if path.is_file() else path / "config.json")
         for config in (self.config, self._whole_config):
@@ -469,7 +473,7 @@ def read_tokenizer(folder: Path, **options: Any) -> Any:
         UsageError: transformers cannot read a tokenizer in the folder.
         MismatchError: one of its files stands for another one (`require_itself`).
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
     for pattern in _TOKENIZER_FILES:
         for file in folder.glob(pattern):
@@ -479,14 +483,28 @@ def read_tokenizer(folder: Path, **options: Any) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # transformers checks little and raises any error
+        if not _is_code(folder / "tokenizer_config.json"):
+            raise UsageError(f"{folder} has no tokenizer that can be read: {first_line(error)}") from None
+    return read_fast_tokenizer(folder)
+
+
+def read_fast_tokenizer(folder: Path) -> Any:
+    """Load a tokenizer.json, whatever class the checkpoint names; errors as in `read_tokenizer`."""
+    from transformers import PreTrainedTokenizerFast
+
+    file = folder / "tokenizer.json"
+    require_itself(file)
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    except MemoryError:
+        raise
+    except Exception as error:
         reason = first_line(error)
-    if _is_code(folder / "tokenizer_config.json"):
-        reason = "it is code (auto_map), which moetool does not run; put a tokenizer.json of the model there"
-        if (folder / "tokenizer.json").is_file():
-            with contextlib.suppress(Exception):
-                return PreTrainedTokenizerFast.from_pretrained(folder)
-            reason = "its tokenizer.json is damaged; download it again"
-    raise UsageError(f"{folder} has no tokenizer that can be read: {reason}")
+        if file.is_file():
+            reason = f"its tokenizer.json is damaged ({reason}); download it again"
+        elif _is_code(folder / "tokenizer_config.json"):
+            reason = "it is code (auto_map), which moetool does not run; put a tokenizer.json of the model there"
+        raise UsageError(f"{folder} has no tokenizer that can be read: {reason}") from None
 
 
 def _is_code(file: Path) -> bool:
@@ -498,7 +516,7 @@ def _is_code(file: Path) -> bool:
     return isinstance(values, dict) and "auto_map" in values
 
 
-def _read_config(file: Path) -> tuple[bytes, dict[str, Any]]:
+def read_config(file: Path) -> tuple[bytes, dict[str, Any]]:
     """The bytes of a config.json and its content; configs of state-space layers hold Infinity."""
     advice = "download the model again"
     try:
@@ -537,14 +555,11 @@ def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
     families.require_supported(model_type)
     _require_bounded(file, raw)
     if model_type not in CONFIG_MAPPING:
-        if raw.get("auto_map"):
-            raise UsageError(
-                f"{file} names its own code (auto_map) for the family {model_type!r}, which transformers does not "
-                "know; moetool never runs code from a checkpoint; 'moetool models' lists supported families"
-            )
-        raise UsageError(
-            f"{file} is of the model type {model_type!r}, which transformers does not know; 'moetool models' lists "
-            "supported families"
+        own = " (moetool never runs code from a checkpoint, auto_map)" if raw.get("auto_map") else ""
+        raise UnknownFamily(
+            f"{file} is of the model type {model_type!r}, which transformers does not know{own}: moetool cannot run "
+            "it, but trace it by capture --server or trace import --set model=PATH; 'moetool models' lists those that "
+            "run"
         )
     try:
         values = PreTrainedConfig._decode_special_floats(copy.deepcopy(raw | {"model_type": model_type}))

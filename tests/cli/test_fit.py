@@ -97,3 +97,19 @@ def test_serve_asks_before_it_downloads(
         assert code == 1 and "200-word answer" in err and err.strip().endswith("stopped")
     assert bool(asked) is not yes
     assert "model.safetensors" not in on_hub.sent
+
+
+def test_a_family_without_a_class_has_its_shape_and_does_not_run(run: Run, tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 40, "n_routed_experts": 384, "num_experts_per_tok": 6, "hidden_size": 5120}
+    config |= {"moe_intermediate_size": 2304, "vocab_size": 129280}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v41", "text_config": config}))
+    code, out, err = run("fit", tmp_path)
+    assert code == 0, err
+    for part in ("does not run", "deepseek_v41", "384", "a token uses 6", "70.8 MB"):  # 3 * 2304 * 5120 of 2 bytes
+        assert part in out
+    code, out, _ = run("fit", tmp_path, "--json")
+    found = json.loads(out)
+    assert code == 0 and not found["fits"] and found["spec"]["expert_bytes_L"] == [3 * 2304 * 5120 * 2] * 40
+    for command in (("serve", tmp_path), ("plan", "cache", "--trace", tmp_path, "--model", tmp_path)):
+        code, _, err = run(*command)
+        assert code != 0 and len(err.strip().splitlines()) == 1

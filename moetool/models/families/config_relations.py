@@ -16,12 +16,14 @@ from moetool.base.errors import MismatchError, shortened
 
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "ffn_config.moe_num_experts")
 """Names of the number of routed experts; a point leads into a nested config."""
+TOP_K = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_top_k", "moe_k"),
+    *("moe_topk", "ffn_config.moe_top_k"),
+)
+"""Names of the number of experts that a token uses."""
 _NAMES = {
     "experts": EXPERTS,
-    "top_k": (
-        *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_top_k", "moe_k"),
-        *("moe_topk", "ffn_config.moe_top_k"),
-    ),
+    "top_k": TOP_K,
     "kv_heads": ("num_key_value_heads", "attn_config.kv_n_heads"),
     "layers": ("num_hidden_layers",),
     "prediction_layers": ("num_nextn_predict_layers", "num_mtp_layers"),
