@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from moetool.base.errors import UsageError
 from moetool.measuring.fit_machine import SYSTEM_BYTES, FitOptions, fit_machine, size
 from tests.refusals import refused
