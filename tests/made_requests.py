@@ -27,6 +27,7 @@ _LIKELY: dict[str, st.SearchStrategy[Json]] = {
     "model": st.just("reference"),
     "max_tokens": st.integers(0, 6),
     "max_completion_tokens": st.integers(1, 6),
+    "max_output_tokens": st.integers(1, 6),
     "n": st.integers(1, 3),
     "role": st.sampled_from(["user", "assistant", "system"]),
     "content": st.text(max_size=30),
@@ -72,7 +73,7 @@ def _call(description: Json, method: str, template: str, operation: Json) -> st.
 def _elsewhere() -> st.SearchStrategy[Call]:
     methods = st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"])
     paths = st.sampled_from(
-        ["/", "/v1", "/v1/", "/v1/responses", "/stats/", "/..%2f..%2fetc/passwd", "/v1/%00", "/%ff"]
+        ["/", "/v1", "/v1/", "/v1/embeddings", "/stats/", "/..%2f..%2fetc/passwd", "/v1/%00", "/%ff"]
     )
     return st.builds(Call, methods, paths, st.just(""), st.none() | st.binary(max_size=20), _headers())
 
@@ -115,8 +116,8 @@ def of_schema(schema: Json, description: Json) -> st.SearchStrategy[Json]:
         return st.just(schema["const"])
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
-    if "anyOf" in schema:
-        return st.one_of(*(of_schema(one, description) for one in schema["anyOf"]))
+    if choices := schema.get("anyOf") or schema.get("oneOf"):
+        return st.one_of(*(of_schema(one, description) for one in choices))
     match schema.get("type"):
         case "object" if "properties" in schema:
             return _objects(schema, description)
@@ -147,7 +148,11 @@ def _objects(draw: st.DrawFn, schema: Json, description: Json) -> Json:
     required = set(schema.get("required", ()))
     made = {}
     for name, of in schema["properties"].items():
-        if name in required or name in ("max_tokens", "max_completion_tokens") or draw(st.integers(0, 5)) == 0:
+        if (
+            name in required
+            or name in ("max_tokens", "max_completion_tokens", "max_output_tokens")
+            or draw(st.integers(0, 5)) == 0
+        ):
             made[name] = draw(_LIKELY[name] if name in _LIKELY else of_schema(of, description))
     return made
 
@@ -166,7 +171,8 @@ def verdict(call: Call, status: int, headers: Mapping[str, str], body: bytes, de
             error = json.loads(body)["error"]
         except (ValueError, KeyError, TypeError):
             return f"status {status} without an error object: {body[:100]!r}"
-        if not (error["message"] and error["type"] and {"param", "code"} <= set(error)):
+        fields = set() if call.path.startswith("/v1/messages") else {"param", "code"}
+        if not (error["message"] and error["type"] and fields <= set(error)):
             return f"status {status} without a reason: {error}"
     if status in (429, 503) and "Retry-After" not in headers:
         return f"status {status} without Retry-After"

@@ -42,6 +42,7 @@ class ScriptedEngine:
         cancelled: ids of the requests cancelled while they ran or waited.
         submitted: parameters of all requests, in order.
         room: longest prompt; a longer one raises CapacityError.
+        reused: prompt tokens of every request that count as cached.
     """
 
     reply: str = "Hello 🙂 你好, world."
@@ -51,6 +52,7 @@ class ScriptedEngine:
     max_context: int = 256
     max_requests: int = 64
     room: int = 10_000
+    reused: int = 0
     model_name: str = "lab/reference"
     state: State = "ready"
     problems: tuple[str, ...] = ()
@@ -151,7 +153,8 @@ class ScriptedEngine:
         elif request.num_done == request.params.max_tokens:
             finish = "length"
         logprobs = request.params.logprobs
-        return Output(id, token, None if logprobs is None else self._score(token, logprobs), finish)
+        reused = self.reused if request.num_done == 1 else 0
+        return Output(id, token, None if logprobs is None else self._score(token, logprobs), finish, reused=reused)
 
     def _score(self, token: int, top: int) -> TokenLogprob:
         """A synthetic score: the token itself is second, and one alternative is impossible."""

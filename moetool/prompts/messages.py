@@ -1,6 +1,7 @@
 """Messages of a chat in OpenAI's form, as the server's requests and files of prompts have them."""
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -108,6 +109,7 @@ class ChatMessage(RequestBody):
     tool_calls: list[ToolCall] = Field(default=[], max_length=MAX_TOOLS)
     tool_call_id: Text | None = None
     name: Text | None = None
+    reasoning_content: Text | None = None
 
     function_call: Annotated[Any, Only()] = None
 
@@ -133,14 +135,48 @@ def for_template(message: ChatMessage) -> dict[str, Any]:
             }
             for call in message.tool_calls
         ]
+    if message.role == "assistant" and message.reasoning_content:
+        made["reasoning_content"] = message.reasoning_content
+        if not (message.content and message.tool_calls):  # gpt-oss's template has one place for both
+            made["thinking"] = message.reasoning_content
     named = {"tool_call_id": message.tool_call_id, "name": message.name}
     return made | {name: value for name, value in named.items() if value is not None and message.role == "tool"}
 
 
 def as_template_arguments(text: Any) -> Any:
     """Return the arguments of a call for templates: an object, parsed from the client's text if possible."""
+    if text is None or (isinstance(text, str) and not text.strip()):  # a function without parameters
+        return {}
     try:
         value = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         return text
+    if value is None:
+        return {}
     return value if isinstance(value, dict) else text
+
+
+def join_turns(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages that parts of a conversation make, as most chat templates take them.
+
+    The parts of one turn become one message. Instructions after the first message become text of the user's turn: many
+    templates refuse them there, and some drop them.
+
+    Args:
+        turns: a `ChatMessage` in JSON for each part.
+    """
+    joined: list[dict[str, Any]] = []
+    for turn in turns:
+        role = turn["role"]
+        last: dict[str, Any] = joined[-1] if joined else {"role": "system"}
+        if role in ("system", "developer"):
+            role = "system" if last["role"] == "system" else "user"
+        if not joined or role == "tool" or role != last["role"]:
+            joined.append({**turn, "role": role})
+            continue
+        for name in ("content", "reasoning_content"):
+            if texts := [text for text in (last.get(name), turn.get(name)) if text]:
+                last[name] = "\n\n".join(texts)
+        if calls := [*last.get("tool_calls", ()), *turn.get("tool_calls", ())]:
+            last["tool_calls"] = calls
+    return joined

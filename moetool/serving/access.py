@@ -102,7 +102,8 @@ class Access:
         async def numbered(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID] = record.request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = headers["request-id"] = record.request_id  # as OpenAI and as Anthropic name it
             await send(message)
 
         try:
@@ -118,23 +119,27 @@ class Access:
 
 
 class RequireKey:
-    """Middleware: refuses requests that do not carry the key as `Authorization: Bearer KEY`."""
+    """Middleware: refuses requests without the key as `Authorization: Bearer KEY` or, as Anthropic's, `x-api-key`."""
 
     def __init__(self, app: ASGIApp, *, api_key: str) -> None:
         self._app = app
         self._key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get("authorization", "") if scope["type"] == "http" else ""
-        if scope["type"] != "http" or scope["path"] in _OPEN or self._allows(given):
+        if scope["type"] != "http" or scope["path"] in _OPEN or self._allows(sent_key(Headers(scope=scope))):
             await self._app(scope, receive, send)
             return
         body: dict[str, Any] = error_object(
-            "API key required; send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key"
+            "API key required; send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key", path=scope["path"]
         )
         await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
-    def _allows(self, authorization: str) -> bool:
-        scheme, _, key = authorization.partition(" ")
+    def _allows(self, key: str) -> bool:
         # Constant time, wherever the first wrong letter is.
-        return hmac.compare_digest(key.strip().encode(), self._key) and scheme.lower() == "bearer"
+        return bool(key) and hmac.compare_digest(key.encode(), self._key)
+
+
+def sent_key(headers: Headers) -> str:
+    """Return the API key in a request's headers; empty if none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

@@ -1,46 +1,38 @@
-"""The OpenAI protocol over an engine: routes, streams and disconnects."""
+"""The server's routes: the protocols of OpenAI and Anthropic over an engine, health and statistics."""
 
-import asyncio
-import contextlib
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import Receive, Scope, Send
 
-from moetool.base.errors import MoetoolError
 from moetool.base.validation import outside_vocabulary
-from moetool.runtime.request import EngineLike, Grammar, SamplingParams, TokenLogprob
+from moetool.runtime.request import EngineLike
 from moetool.serving import http_errors as refusal
-from moetool.serving import openapi, routed_answers, token_routes
-from moetool.serving.access import Access, AccessRecord, RequireKey, record_of
-from moetool.serving.clients import Client, client_of
+from moetool.serving import openapi, token_routes
+from moetool.serving.access import Access, AccessRecord, RequireKey
+from moetool.serving.answering import answer, start_chat, start_completion, terms_of
 from moetool.serving.connections import Connections
 from moetool.serving.detokenize import Vocabulary
-from moetool.serving.generation import Deadline, Exchange, Frontend, Job, TextPiece
+from moetool.serving.generation import Frontend
 from moetool.serving.grammars import Grammars
 from moetool.serving.http_errors import BodyLimit, Refusal
 from moetool.serving.index_page import HEADERS as PAGE_HEADERS
 from moetool.serving.index_page import index_page
+from moetool.serving.messages_reply import MessagesReply
+from moetool.serving.messages_schema import MessagesRequest
 from moetool.serving.metrics import Metrics
 from moetool.serving.origins import CORS, OriginRules, Origins
-from moetool.serving.prompt_tokens import PromptTokens, chat_prompt, completion_prompts, echo
-from moetool.serving.replies import ChatReply, CompletionReply, Reply
+from moetool.serving.replies import ChatReply
 from moetool.serving.request_schema import ChatRequest, CompletionRequest, GenerationRequest
+from moetool.serving.responses_reply import ResponsesReply
+from moetool.serving.responses_schema import ResponsesRequest
 from moetool.serving.server_options import ServerOptions
-from moetool.serving.tool_use import tool_use
-
-_Result = TypeVar("_Result")
-
-
-class ClientGone(Exception):
-    """The client disconnected."""
 
 
 def create_app(
@@ -89,7 +81,9 @@ def create_app(
 
     short_name = engine.model_name.rstrip("/").rpartition("/")[2]
     names = {engine.model_name, short_name}
+    # OpenAI's fields, then Anthropic's.
     card = {"id": engine.model_name, "object": "model", "created": int(time.time()), "owned_by": "moetool"}
+    card |= {"type": "model", "display_name": short_name, "created_at": datetime.now(UTC).isoformat()}
 
     def require_model(name: str) -> None:
         if name not in names:
@@ -106,7 +100,8 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+        only = {"has_more": False, "first_id": engine.model_name, "last_id": engine.model_name}
+        return {"object": "list", "data": [card], **only}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -117,13 +112,29 @@ def create_app(
     async def completions(body: CompletionRequest, request: Request) -> Response:
         require_model(body.model)
         require_tokens(body)
-        return await _answer(request, body, _start_completion(frontend, grammars, body, _terms(frontend, request)))
+        return await answer(request, body, start_completion(frontend, grammars, body, terms_of(frontend, request)))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         require_model(body.model)
         require_tokens(body)
-        return await _answer(request, body, _start_chat(frontend, grammars, body, _terms(frontend, request)))
+        start = start_chat(frontend, grammars, body, terms_of(frontend, request), ChatReply)
+        return await answer(request, body, start)
+
+    @app.post("/v1/messages")
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        require_model(body.model)
+        chat = body.as_chat()
+        start = start_chat(frontend, grammars, chat, terms_of(frontend, request), MessagesReply, shorten=True)
+        return await answer(request, chat, start)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        require_model(body.model)
+        chat = body.as_chat()
+        reply = partial(ResponsesReply, body)
+        start = start_chat(frontend, grammars, chat, terms_of(frontend, request), reply, shorten=True)
+        return await answer(request, chat, start)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -158,202 +169,3 @@ def create_app(
 
     token_routes.install(app, engine, require_model)
     return app
-
-
-class _Terms(NamedTuple):
-    """Client and time limit of an exchange."""
-
-    record: AccessRecord
-    deadline: Deadline
-    client: Client
-
-
-def _terms(frontend: Frontend, request: Request) -> _Terms:
-    most = frontend.options.request_timeout_s
-    given = request.headers.get("x-request-timeout")
-    try:
-        seconds = most if given is None else float(given)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise Refusal(f"X-Request-Timeout is {given!r}, expected seconds above 0", param="X-Request-Timeout")
-    seconds = min(seconds, most)
-    deadline = Deadline(seconds, asyncio.get_running_loop().time() + seconds)
-    return _Terms(record_of(request.scope), deadline, client_of(request.scope))
-
-
-async def _answer(
-    request: Request, body: GenerationRequest, start: Coroutine[Any, Any, tuple[Exchange, Reply]]
-) -> Response:
-    """Return the response to a request; `start` begins its generation."""
-    try:
-        exchange, reply = await _attended(request.receive, start)
-        headers = {"X-Dropped-Messages": str(reply.num_dropped)} if reply.num_dropped else {}
-        if body.stream:
-            return _EventStream(exchange, _events(exchange, reply, include_usage=body.include_usage), headers)
-        with contextlib.closing(exchange):
-            whole = await _attended(request.receive, _collect(exchange, reply))
-            return JSONResponse(await asyncio.to_thread(routed_answers.extend, whole, exchange, body), headers=headers)
-    except ClientGone:
-        return Response(status_code=499)  # "client closed request", which nobody sees
-
-
-async def _start_completion(
-    frontend: Frontend, grammars: Grammars, body: CompletionRequest, terms: _Terms
-) -> tuple[Exchange, Reply]:
-    frontend.require_ready()
-    engine, vocabulary = frontend.engine, frontend.vocabulary
-    grammar: Grammar | None = None
-    if body.response_format is not None and (schema := body.response_format.schema_text) is not None:
-        grammar = await asyncio.to_thread(grammars.json, schema, "response_format")
-    # Long prompts take seconds to tokenize, and a forward takes longer: neither may block the event loop.
-    prompts = await asyncio.to_thread(completion_prompts, engine, body)
-    reply = CompletionReply(
-        body.model,
-        vocabulary,
-        logprobs=body.logprobs is not None,
-        num_prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
-    )
-    terms.record.prompt_tokens = reply.num_prompt_tokens
-    if body.echo:
-        echoes: list[TextPiece] = []
-        for prompt in prompts:
-            scores: list[TokenLogprob | None] | None = None
-            if body.logprobs is not None:
-                scores = await frontend.score(prompt.tokens, body.logprobs, terms.deadline)
-            echoes += [echo(vocabulary, prompt, scores)] * body.n
-        reply.echoes = echoes
-    jobs = _jobs(body, prompts, body.logprobs, grammar)
-    jobs = [replace(job, offset=len(reply.prelude(index).text)) for index, job in enumerate(jobs)]
-    return frontend.open(jobs, body.stop, *terms), reply
-
-
-async def _start_chat(
-    frontend: Frontend, grammars: Grammars, body: ChatRequest, terms: _Terms
-) -> tuple[Exchange, Reply]:
-    frontend.require_ready()
-    prompt = await asyncio.to_thread(chat_prompt, frontend.engine, body, frontend.options)
-    use = await asyncio.to_thread(tool_use, frontend.engine, body, grammars, frontend.options.tool_format)
-    reply = ChatReply(
-        body.model,
-        frontend.vocabulary,
-        logprobs=body.logprobs,
-        num_prompt_tokens=len(prompt.tokens),
-        parse=use.parse,
-        several=body.parallel_tool_calls,
-    )
-    reply.num_dropped = prompt.num_dropped
-    terms.record.prompt_tokens = reply.num_prompt_tokens
-    jobs = _jobs(body, [prompt], (body.top_logprobs or 0) if body.logprobs else None, use.grammar)
-    return frontend.open([replace(job, shown=use.shown) for job in jobs], body.stop, *terms), reply
-
-
-def _jobs(
-    body: GenerationRequest, prompts: Sequence[PromptTokens], logprobs: int | None, grammar: Grammar | None
-) -> list[Job]:
-    """Return one job per choice: the n choices of the first prompt, then of the second."""
-    bias = tuple((int(token), value) for token, value in body.logit_bias.items())
-    return [
-        Job(
-            prompt=prompt.tokens,
-            params=SamplingParams(
-                max_tokens=prompt.max_tokens,
-                temperature=body.temperature,
-                top_p=body.top_p,
-                # The choices of one prompt must differ; the first equals that of the same request with n=1.
-                seed=None if body.seed is None else (body.seed + index) % 2**63,
-                logprobs=logprobs,
-                ignore_eos=body.ignore_eos,
-                top_k=max(0, body.top_k),
-                min_p=body.min_p,
-                presence_penalty=body.presence_penalty,
-                frequency_penalty=body.frequency_penalty,
-                repetition_penalty=body.repetition_penalty,
-                logit_bias=bias,
-                grammar=grammar,
-                return_routes=body.return_routed_experts,
-            ),
-        )
-        for prompt in prompts
-        for index in range(body.n)
-    ]
-
-
-async def _collect(exchange: Exchange, reply: Reply) -> dict[str, Any]:
-    pieces: list[list[TextPiece]] = [[] for _ in exchange.choices]
-    async for index, piece in exchange.pieces():
-        pieces[index].append(piece)
-    return reply.whole(pieces, exchange.num_tokens, exchange.num_reused)
-
-
-async def _events(exchange: Exchange, reply: Reply, *, include_usage: bool) -> AsyncIterator[str]:
-    """Yield the payloads of a stream. After an error there is no `[DONE]`."""
-    # With usage, OpenAI has the field in every chunk.
-    no_usage = {"usage": None} if include_usage else {}
-    opened: set[int] = set()
-    try:
-        async for index, piece in exchange.pieces():
-            if index not in opened:
-                opened.add(index)
-                for choice in reply.opening(index):
-                    yield _dump(reply.chunk([choice]) | no_usage)
-            for choice in reply.deltas(index, piece):
-                yield _dump(reply.chunk([choice]) | no_usage)
-        if include_usage:
-            yield _dump(reply.chunk([]) | {"usage": reply.usage(exchange.num_tokens, exchange.num_reused)})
-        yield "[DONE]"
-    except MoetoolError as error:
-        exchange.record.error = str(error)
-        yield _dump(refusal.describe(error)[1])
-    except Exception:
-        exchange.record.error = "internal error"
-        yield _dump(refusal.error_object("internal error; see the server's log", 500))
-        raise
-
-
-def _dump(payload: dict[str, Any]) -> str:
-    return json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
-
-
-class _EventStream(Response):
-    """Server-sent events; ends the exchange when they end or the client disconnects.
-
-    Starlette's StreamingResponse notices a disconnect only at its next send, which may be much later.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, exchange: Exchange, payloads: AsyncIterator[str], headers: Mapping[str, str]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
-        del self.headers["Content-Length"]
-        self._exchange = exchange
-        self._payloads = payloads
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.closing(self._exchange), contextlib.suppress(ClientGone):
-            await _attended(receive, self._send_all(send))
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for payload in self._payloads:
-            await send({"type": "http.response.body", "body": f"data: {payload}\n\n".encode(), "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-
-async def _attended(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Run work, and cancel it when the client disconnects. Raises: ClientGone: the client disconnected first."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.create_task(work), asyncio.create_task(gone())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        task.cancel()
-        watch.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)

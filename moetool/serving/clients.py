@@ -38,7 +38,8 @@ def client_of(scope: Scope) -> Client:
     else:
         if address.version == 6 and address.ipv4_mapped is None:
             network = str(ipaddress.ip_network((int(address), _IPV6_PREFIX), strict=False))
-    key = Headers(scope=scope).get("authorization", "")
+    headers = Headers(scope=scope)
+    key = headers.get("authorization") or headers.get("x-api-key", "")
     return Client(network, hashlib.sha256(key.encode()).hexdigest()[:16] if key else "")
 
 

@@ -162,11 +162,11 @@ class StopStrings:
     """Cuts a text before its leftmost stop string, and holds back a possible beginning of one.
 
     Attributes:
-        matched: a stop string was found; all text before it is released, and none after it.
+        matched: the stop string that was found; all text before it is released, and none after it.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.matched = False
+        self.matched: str | None = None
         self._stops = stops
         self._longest = max(map(len, stops), default=0)
         self._held = ""
@@ -185,8 +185,9 @@ class StopStrings:
         self._held += text
         cut = min((at for stop in self._stops if (at := self._held.find(stop)) >= 0), default=len(self._held))
         end = cut if last else self._undecided(cut)
-        self.matched = end == cut < len(self._held)
         given, self._held = self._held[:end], self._held[end:]
+        if end == cut and self._held:
+            self.matched = next(stop for stop in self._stops if self._held.startswith(stop))
         return given
 
     def _undecided(self, cut: int) -> int:

@@ -33,11 +33,16 @@ class ScoredToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """The next part of a choice: certain text, the scored tokens that begin in it, and possibly the end."""
+    """The next part of a choice: certain text, the scored tokens that begin in it, and possibly the end.
+
+    Attributes:
+        stop: the stop string that ended it.
+    """
 
     text: str = ""
     tokens: Sequence[ScoredToken] = ()
     finish: Finish | None = None
+    stop: str | None = None
 
     def __bool__(self) -> bool:
         return bool(self.text or self.tokens or self.finish)
@@ -123,7 +128,7 @@ class Choice:
         self._num_given += len(text)
         finish: Finish | None = "stop" if self._stops.matched else output.finish
         self.finished = finish is not None
-        return TextPiece(text, self._take_scored(), finish)
+        return TextPiece(text, self._take_scored(), finish, self._stops.matched)
 
     def _take_scored(self) -> list[ScoredToken]:
         """Return the scored tokens whose text is at least partly released; at a natural end all of them."""
@@ -245,15 +250,23 @@ class Exchange:
         self._preempted[index] = []
         self._frontend.engine.cancel(self._ids[index])
 
-    async def pieces(self) -> AsyncIterator[tuple[int, TextPiece]]:
+    async def pieces(self, patience_s: float | None = None) -> AsyncIterator[tuple[int, TextPiece]]:
         """Yield (index of the choice, its next piece) until every choice is finished.
+
+        Args:
+            patience_s: seconds without a message after which index -1 with an empty piece is yielded.
 
         Raises:
             Refusal: the grammar of one allows no further token.
             MoetoolError: the engine failed one of them.
         """
         while not all(choice.finished for choice in self.choices):
-            index, output, at = await self._inbox.get()
+            try:
+                async with asyncio.timeout(patience_s):
+                    index, output, at = await self._inbox.get()
+            except TimeoutError:
+                yield -1, TextPiece()
+                continue
             choice = self.choices[index]
             if choice.finished:  # messages from before its cancellation
                 continue

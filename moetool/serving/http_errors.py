@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: a status, and `{"error": {message, type, param, code}}`."""
+"""Errors in the form of a path's protocol: a status, and the body of OpenAI's or Anthropic's errors."""
 
 import asyncio
 from collections.abc import Sequence
@@ -29,7 +29,22 @@ _KINDS = {
     503: "service_unavailable",
     505: "invalid_request_error",
 }
-"""The type of an error, where its status alone would name another."""
+"""OpenAI's type of an error, where its status alone would name another."""
+
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""The same for Anthropic."""
+
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""Code of a prompt that does not fit."""
+INTERNAL = "internal error; see the server's log"
 
 
 class Refusal(UsageError):
@@ -46,37 +61,44 @@ class Overloaded(Unavailable):
     """Too many requests are waiting; a retry may succeed."""
 
 
-def error_object(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return the body of an error."""
+def error_object(
+    message: str, status: int, param: str | None = None, code: str | None = None, *, path: str = ""
+) -> dict[str, Any]:
+    """Return the body of an error to a request for this path."""
+    if path.startswith("/v1/messages"):
+        kind = _MESSAGES_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+        # Clients of Anthropic know this error, which has no code, by these words.
+        message = f"prompt is too long: {message}" if code == CONTEXT_EXCEEDED else message
+        return {"type": "error", "error": {"type": kind, "message": message}}
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def describe(error: MoetoolError) -> tuple[int, dict[str, Any]]:
+def describe(error: MoetoolError, path: str = "") -> tuple[int, dict[str, Any]]:
     """Return status and body for an error of moetool."""
     if isinstance(error, Refusal):
-        return error.status, error_object(str(error), error.status, error.param, error.code)
+        return error.status, error_object(str(error), error.status, error.param, error.code, path=path)
     if isinstance(error, Overloaded):
-        return 429, error_object(str(error), 429, code="queue_full")
+        return 429, error_object(str(error), 429, code="queue_full", path=path)
     if isinstance(error, Unavailable):
-        return 503, error_object(str(error), 503, code="unavailable")
+        return 503, error_object(str(error), 503, code="unavailable", path=path)
     status = 400 if isinstance(error, UsageError | CapacityError) else 500
-    return status, error_object(str(error), status)
+    return status, error_object(str(error), status, path=path)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of `app` in this form."""
+    """Answer every error of `app` in these forms."""
 
     @app.exception_handler(MoetoolError)
     async def _ours(request: Request, error: MoetoolError) -> JSONResponse:
-        status, body = describe(error)
+        status, body = describe(error, request.url.path)
         headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, Unavailable) else None
         return JSONResponse(body, status, headers)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         message, param = _explain(error.errors()[0], error.body)
-        return JSONResponse(error_object(message, 400, param), 400)
+        return JSONResponse(error_object(message, 400, param, path=request.url.path), 400)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -86,15 +108,16 @@ def install(app: FastAPI) -> None:
         if error.status_code in (404, 405):
             message = f"{message}: {request.method} {request.url.path}"
             if request.url.path.startswith("/v1/"):
-                message += "; this server has /v1/models, /v1/completions for a 'prompt' "
-                message += "and /v1/chat/completions for 'messages'"
+                message += "; this server has /v1/models, /v1/completions for a 'prompt', /v1/chat/completions and "
+                message += "/v1/messages for 'messages', and /v1/responses for 'input'"
                 code = "unknown_url" if error.status_code == 404 else None
-        return JSONResponse(error_object(message, error.status_code, code=code), error.status_code, error.headers)
+        body = error_object(message, error.status_code, code=code, path=request.url.path)
+        return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> JSONResponse:
         # The traceback goes to the server's log, not to the client.
-        return JSONResponse(error_object("internal error; see the server's log", 500), 500)
+        return JSONResponse(error_object(INTERNAL, 500, path=request.url.path), 500)
 
 
 def _explain(error: Any, body: Any) -> tuple[str, str | None]:
@@ -105,6 +128,9 @@ def _explain(error: Any, body: Any) -> tuple[str, str | None]:
     if not path and error["type"] in ("missing", "model_attributes_type"):
         return "the body must be a JSON object, sent with Content-Type: application/json", None
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "union_tag_invalid":  # a part of a message, told apart by its type
+        path = (*path, "type")
+        message = f"{error['ctx']['tag'][:64]!r} is not supported by this server, only {error['ctx']['expected_tags']}"
     if not path:  # an error of several fields; the message begins with the one to change
         name = message.partition(":")[0]
         return message, name if isinstance(body, dict) and name in body else None

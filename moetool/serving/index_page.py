@@ -9,7 +9,7 @@ _LINKS = {
     "/metrics": "the same for Prometheus",
     "/openapi.json": "OpenAPI schema",
 }
-_POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+_POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/tokenize", "/detokenize")
 
 HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "X-Frame-Options": "DENY"}
 

@@ -20,6 +20,19 @@ _ERROR = {
         }
     },
 }
+_MESSAGES_ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _REFUSALS = {
     "400": "The request is invalid, or asks for an unsupported feature",
     "404": "No such model",
@@ -47,7 +60,7 @@ _REQUEST_TIMEOUT = {
 def install(app: FastAPI, *, api_key: bool) -> None:
     """Describe errors as the server returns them, and the key if the server has one.
 
-    FastAPI describes a refused body as 422 in its own form; here it is a 400 in OpenAI's.
+    FastAPI describes a refused body as 422 in its own form; here it is a 400 in the protocol's.
     """
     made = app.openapi
 
@@ -58,7 +71,7 @@ def install(app: FastAPI, *, api_key: bool) -> None:
         parts = schema.setdefault("components", {}).setdefault("schemas", {})
         for name in ("HTTPValidationError", "ValidationError"):
             parts.pop(name, None)
-        parts["Error"] = _ERROR
+        parts |= {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
         if api_key:
             schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, methods in schema["paths"].items():
@@ -71,29 +84,30 @@ def install(app: FastAPI, *, api_key: bool) -> None:
 
 def _describe(operation: dict[str, Any], path: str, *, asks: bool) -> None:
     answers = operation["responses"]
+    form = "MessagesError" if path.startswith("/v1/messages") else "Error"
     answers.pop("422", None)
     parameters = operation.setdefault("parameters", [])
     parameters.append(_REQUEST_ID)
     if path == "/health":
         answers["503"] = {"description": "Requests are not accepted; `status` gives the reason"}
     if path.startswith("/v1/models/"):
-        answers["404"] = _answer(_REFUSALS["404"])
+        answers["404"] = _answer(_REFUSALS["404"], form)
     if "requestBody" in operation:
         for status, why in _REFUSALS.items():
-            answers[status] = _answer(why)
-    if "requestBody" in operation and path.startswith("/v1/"):
+            answers[status] = _answer(why, form)
+    if path in _GENERATING:
         parameters.append(_REQUEST_TIMEOUT)
         answers["200"]["content"]["text/event-stream"] = {
-            "schema": {"type": "string", "description": "With stream: one chunk per event, and [DONE] at the end"}
+            "schema": {"type": "string", "description": "With stream: the protocol's events"}
         }
-    answers.setdefault("503", _answer("Too many connections"))
+    answers.setdefault("503", _answer("Too many connections", form))
     if asks:
-        answers["401"] = _answer("The key is missing or wrong")
+        answers["401"] = _answer("The key is missing or wrong", form)
         operation["security"] = [{"key": []}]
 
 
-def _answer(why: str) -> dict[str, Any]:
+def _answer(why: str, form: str) -> dict[str, Any]:
     return {
         "description": why,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}},
     }

@@ -20,7 +20,7 @@ from moetool.serving.web_names import ANY, DEFAULT_PORTS, host_name, is_address,
 CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST"),
     "allow_headers": ("*",),
-    "expose_headers": ("x-request-id", "retry-after"),
+    "expose_headers": ("x-request-id", "request-id", "retry-after"),
 }
 """Rights of the pages in `OriginRules.origins`, for Starlette's CORSMiddleware."""
 
@@ -78,7 +78,9 @@ class Origins:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         why = self._rules.refusal(Headers(scope=scope)) if scope["type"] == "http" else None
         if why is not None:
-            await JSONResponse(error_object(why, 403, code="origin_refused"), 403)(scope, receive, send)
+            await JSONResponse(error_object(why, 403, code="origin_refused", path=scope["path"]), 403)(
+                scope, receive, send
+            )
             return
         await self._app(scope, receive, send)
 

@@ -13,7 +13,7 @@ from moetool.prompts.messages import ChatMessage, for_template
 from moetool.runtime.request import EngineLike, TokenLogprob
 from moetool.serving.detokenize import Vocabulary
 from moetool.serving.generation import ScoredToken, TextPiece
-from moetool.serving.http_errors import Refusal
+from moetool.serving.http_errors import CONTEXT_EXCEEDED, Refusal
 from moetool.serving.request_schema import ChatRequest, CompletionRequest, ConversationRequest
 from moetool.serving.server_options import ServerOptions
 from moetool.serving.tool_use import offered, template_of
@@ -57,15 +57,20 @@ def completion_prompts(engine: EngineLike, body: CompletionRequest) -> list[Prom
     return prompts
 
 
-def chat_prompt(engine: EngineLike, body: ChatRequest, options: ServerOptions) -> PromptTokens:
+def chat_prompt(
+    engine: EngineLike, body: ChatRequest, options: ServerOptions, *, shorten: bool = False
+) -> PromptTokens:
     """Return the prompt of a conversation by the model's chat template.
+
+    Args:
+        shorten: lower a limit of the answer that the context has no room for, instead of refusing it.
 
     Raises:
         Refusal: the template refuses the messages, or no room is left for an answer; with `drop_oldest_turns` only if
             the last turn alone leaves none.
     """
     try:
-        return _chat_tokens(engine, body, body.messages, options)
+        return _chat_tokens(engine, body, body.messages, options, shorten=shorten)
     except Refusal as refusal:
         if not (options.drop_oldest_turns and _outgrows(refusal)):
             raise
@@ -77,7 +82,7 @@ def chat_prompt(engine: EngineLike, body: ChatRequest, options: ServerOptions) -
         """Return the conversation from this turn on."""
         rest = body.messages[starts[turns] :] if starts else body.messages
         messages = [*kept, *(message for message in rest if message.role not in _INSTRUCTIONS)]
-        return _chat_tokens(engine, body, messages, options, least=least)
+        return _chat_tokens(engine, body, messages, options, shorten=shorten, least=least)
 
     def fits(turns: int) -> bool:
         try:
@@ -97,18 +102,24 @@ _INSTRUCTIONS = ("system", "developer")
 
 
 def _outgrows(refusal: Refusal) -> bool:
-    return refusal.code == "context_length_exceeded"
+    return refusal.code == CONTEXT_EXCEEDED
 
 
 def _chat_tokens(
-    engine: EngineLike, body: ChatRequest, messages: Sequence[ChatMessage], options: ServerOptions, least: int = 1
+    engine: EngineLike,
+    body: ChatRequest,
+    messages: Sequence[ChatMessage],
+    options: ServerOptions,
+    *,
+    shorten: bool,
+    least: int = 1,
 ) -> PromptTokens:
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     text = chat_text(engine, body, messages)
     tokens = encoded(engine, text, "messages", special=False)  # the template writes the special tokens
     _require_known(engine, tokens, "messages")
-    room = _room(engine, tokens, wanted, "messages", least=least)
-    most = min(room, options.default_max_tokens) if wanted is None else wanted
+    room = _room(engine, tokens, None if shorten else wanted, "messages", least=least)
+    most = min(room, options.default_max_tokens if wanted is None else wanted)
     return PromptTokens(tokens=tokens, text=text, max_tokens=most, num_dropped=len(body.messages) - len(messages))
 
 
@@ -159,7 +170,7 @@ def _require_short(engine: EngineLike, text: str, param: str) -> None:
             f"{param}: {len(text)} characters, and this model's maximum context length of {engine.max_context} "
             f"tokens holds at most {most}; shorten the {param}",
             param=param,
-            code="context_length_exceeded",
+            code=CONTEXT_EXCEEDED,
         )
 
 
@@ -195,6 +206,6 @@ def _room(engine: EngineLike, tokens: list[int], wanted: int | None, param: str,
             f"this model's maximum context length is {engine.max_context} tokens, but {len(tokens) + asked} were "
             f"requested ({len(tokens)} in the {param}, {asked} in the answer); shorten the {param} or lower max_tokens",
             param=param,
-            code="context_length_exceeded",
+            code=CONTEXT_EXCEEDED,
         )
     return room

@@ -12,12 +12,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from moetool.prompts.messages import MAX_TOOLS, ChatMessage, Only, RequestBody, Text
+from moetool.serving.http_errors import Refusal
 
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
@@ -170,7 +172,7 @@ class Function(RequestBody):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     parameters: dict[str, Any] = Field(default={})
 
 
@@ -212,6 +214,16 @@ class ConversationRequest(RequestBody):
         if chosen == "required" and not self.tools:
             raise ValueError("tool_choice: required, and there are no tools to choose from")
         return self
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """Return the request with these values, which another protocol's request has. Raises: Refusal."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = "".join(f"{part}: " for part in first["loc"][:1])
+            raise Refusal(place + first["msg"].removeprefix("Value error, ")) from None
 
     @property
     def offered(self) -> list[Tool]:

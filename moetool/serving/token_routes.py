@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in vLLM's form."""
+"""Token counts: /tokenize and /detokenize in vLLM's form, and those of Anthropic's and OpenAI's protocols."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,12 +9,19 @@ from fastapi import FastAPI
 from moetool.base.validation import outside_vocabulary
 from moetool.runtime.request import EngineLike
 from moetool.serving.http_errors import Refusal
+from moetool.serving.messages_schema import MessagesPrompt
 from moetool.serving.prompt_tokens import chat_text, encoded
-from moetool.serving.request_schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from moetool.serving.request_schema import (
+    ConversationRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+from moetool.serving.responses_schema import ResponsesRequest
 
 
 def install(app: FastAPI, engine: EngineLike, require_model: Callable[[str], None]) -> None:
-    """Add the two routes."""
+    """Add the routes."""
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest | TokenizeChatRequest) -> dict[str, Any]:
@@ -33,6 +40,21 @@ def install(app: FastAPI, engine: EngineLike, require_model: Callable[[str], Non
             raise Refusal(f"tokens: {why}", param="tokens")
         text = await asyncio.to_thread(engine.tokenizer.decode, body.tokens, clean_up_tokenization_spaces=False)
         return {"prompt": text}
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_messages(body: MessagesPrompt) -> dict[str, Any]:
+        require_model(body.model)
+        return {"input_tokens": await asyncio.to_thread(_num_tokens, engine, body.as_chat())}
+
+    @app.post("/v1/responses/input_tokens")
+    async def count_input(body: ResponsesRequest) -> dict[str, Any]:
+        require_model(body.model)
+        counted = await asyncio.to_thread(_num_tokens, engine, body.as_chat())
+        return {"object": "response.input_tokens", "input_tokens": counted}
+
+
+def _num_tokens(engine: EngineLike, body: ConversationRequest) -> int:
+    return len(encoded(engine, chat_text(engine, body, body.messages), "messages", special=False))
 
 
 def _tokens(engine: EngineLike, body: TokenizeRequest | TokenizeChatRequest) -> list[int]:

@@ -367,8 +367,8 @@ def test_other_errors(url: str, client: openai.OpenAI) -> None:
 
 
 def test_what_other_servers_have(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match=r"/v1/responses; .* /v1/chat/completions for 'messages'") as caught:
-        client.responses.create(model="reference", input="hello")
+    with pytest.raises(openai.NotFoundError, match=r"/v1/embeddings; .* /v1/chat/completions .* 'messages'") as caught:
+        client.embeddings.create(model="reference", input="hello")
     assert caught.value.code == "unknown_url"
 
 

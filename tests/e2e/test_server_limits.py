@@ -233,7 +233,7 @@ def test_a_page_in_a_browser_cannot_ask(kind: str) -> None:
 
 def test_what_is_not_served_is_said() -> None:
     with serving(ScriptedEngine()) as (url, _):
-        for path in ("/v1/nothing", "/v1/responses"):
+        for path in ("/v1/nothing", "/v1/embeddings"):
             status, body = post(url, path, {"model": "reference", "input": "a"})
             assert status == 404 and f"{path}; this server has /v1/models, /v1/completions" in body["error"]["message"]
             assert body["error"]["code"] == "unknown_url"

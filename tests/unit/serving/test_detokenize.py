@@ -132,7 +132,7 @@ def cut(text: str, stops: list[str]) -> str:
 
 def feed(stops: list[str], chunks: list[str]) -> tuple[list[str], bool]:
     search = StopStrings(stops)
-    return [*map(search.push, chunks), search.finish()], search.matched
+    return [*map(search.push, chunks), search.finish()], search.matched is not None
 
 
 @pytest.mark.parametrize(
