@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from moetool.base.errors import MoetoolError, first_line
-from moetool.base.types import ForwardInfo, GateEvent
-from moetool.caching.devices import Pool
+from moetool.base.types import ForwardInfo
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
 from moetool.cluster.parallel.expert_buffers import ExpertBuffers
 from moetool.cluster.parallel.process_group import Group, GroupBroken
@@ -18,9 +17,8 @@ from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.experts.stored_expert import Weight
 from moetool.models.loading import LoadedModel
 from moetool.placement.replica_routing import destinations
-from moetool.runtime.experts.forward import ExpertRuntime, RemoteExperts
-from moetool.runtime.experts.grouping import ROWS_TOGETHER, ChoiceRows
-from moetool.runtime.experts.store import ExpertStore
+from moetool.runtime.experts.binding import bind_experts
+from moetool.runtime.experts.grouping import ROWS_TOGETHER, ChoiceRows, weighted_sum
 
 _FORGET = 0.5
 """Weight of the last phase in the prediction of the next one of its kind."""
@@ -54,7 +52,7 @@ class DispatchTally:
     wire: list[float] = field(default_factory=lambda: [0.0] * 5)
 
 
-class RankExperts(RemoteExperts):
+class RankExperts:
     """Computes a model's MoE layers together with other ranks.
 
     All ranks go through the layers in lockstep, each with the tokens of its own batch. One that has none takes part
@@ -69,7 +67,6 @@ class RankExperts(RemoteExperts):
     bit-identical to a single machine's, under every placement and during migration.
 
     Args:
-        residency, store: as for `ExpertRuntime`; unused, since held experts are in these buffers.
         buffers: the experts held here.
         gpu: this rank's number in the cluster.
         server_G: the server of each GPU.
@@ -77,17 +74,16 @@ class RankExperts(RemoteExperts):
         machine: emulates the rank's outgoing link and its compute time.
 
     Attributes:
-        runtime: computes the layers of this rank's batch by them.
         group: group of the running generation; None between generations.
         placed_GLE: the current placement.
         tally: counts since `count_anew`.
+
+    Effects: computes the model's experts from now on (`bind_experts`).
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
-        residency: Pool,
-        store: ExpertStore,
         buffers: ExpertBuffers,
         *,
         gpu: int,
@@ -95,7 +91,7 @@ class RankExperts(RemoteExperts):
         windows: Windows,
         machine: EmulatedMachine,
     ) -> None:
-        self.runtime = ExpertRuntime(loaded, residency, store, remote=self)
+        bind_experts(loaded, self)
         self._in_halves = False
         self.buffers, self.windows = buffers, windows
         self._spec, self._layers = loaded.spec, loaded.layers
@@ -148,9 +144,8 @@ class RankExperts(RemoteExperts):
         self.windows.open(self._dense_before_s.get(0, 0.0))
 
     def begin_forward(self, info: ForwardInfo) -> None:
-        """As `ExpertRuntime`; the forward is this rank's part of the step."""
+        """Announce the next forward, this rank's part of the step."""
         self._tokens += len(info.request_T)
-        self.runtime.begin_forward(info)
 
     def end_step(self) -> None:
         """Take part in layers without own rows, or after a failed forward.
@@ -161,8 +156,22 @@ class RankExperts(RemoteExperts):
         while self._next < self._spec.num_layers:
             self._exchange(self._layers[self._next], {})
 
-    def compute(self, layer: MoeLayer, event: GateEvent, rows: ChoiceRows) -> None:
-        """See `RemoteExperts`."""
+    def forward(
+        self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """See `ComputesExperts`."""
+        products = self._products(layer, hidden_TD, index_TK, index_TK.shape[1])
+        return weighted_sum(products, weights_TK).to(hidden_TD.dtype)
+
+    def scaled_products(
+        self, layer: MoeLayer, x: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """See `ComputesExperts`."""
+        return self._products(layer, x, index_TK, 1)
+
+    def _products(self, layer: MoeLayer, x: torch.Tensor, index_TK: torch.Tensor, each: int) -> torch.Tensor:
+        """Return the unweighted outputs [T * K, D] of each token's experts; choice r is of row r // `each` of `x`."""
+        rows = ChoiceRows(tuple(map(tuple, index_TK.tolist())), x, each)
         if layer.index != self._next:
             raise RuntimeError(f"MoE layer {layer.index}, expected {self._next}: ranks run in lockstep")
         parts = {expert: rows.input(expert) for expert in rows.rows_of}
@@ -172,6 +181,7 @@ class RankExperts(RemoteExperts):
         outputs = self._exchange(layer, parts)
         for expert, output in outputs.items():
             rows.put(expert, output if layer.form.finish is None else layer.form.finish(output))
+        return rows.products()
 
     def _exchange(self, layer: MoeLayer, parts: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Compute each expert's output for this rank's rows, and the other ranks' rows."""

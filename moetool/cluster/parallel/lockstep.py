@@ -89,7 +89,6 @@ class Lockstep:
         self._scores.clear()
         self._cancelled.clear()
         self._stages.clear()
-        self._experts.runtime.end_forward()
         self._version, self._ended = version, -1
 
     def serve(self, message: dict[str, Any]) -> None:
@@ -188,12 +187,9 @@ class Lockstep:
             raise
         except Exception as error:
             return [{"request": request, "error": first_line(error)}]
-        finally:
-            self._experts.runtime.end_forward()
         return [{"request": request, "scored": [[one.logprob, one.top] for one in logprobs if one is not None]}]
 
     def _end(self, outputs: list[Output]) -> list[Output]:
-        self._experts.runtime.end_forward()
         self._ids -= {output.request for output in outputs if output.finish is not None}
         return outputs
 

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 
 from moetool.base.errors import MoetoolError, first_line
-from moetool.caching.policy import MIN_SLOTS, build_policy
-from moetool.caching.residency import Residency
 from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel.channel import connect
@@ -32,7 +30,6 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_device, parse_dtype, use_threads
 from moetool.placement.replica_routing import placed_of
 from moetool.runtime.decoding import Batch
-from moetool.runtime.experts.store import open_store
 from moetool.runtime.loop.own_caches import open_batcher
 
 _LOG = logging.getLogger(__name__)
@@ -104,22 +101,15 @@ class Rank:
             stack.callback(self.buffers.close)
             self.windows = Windows(strict=options.migrate != "pipelined")
             machine = EmulatedMachine(options.link_bytes_s, options.expert_token_s)
-            # The runtime needs a pool; experts here are in `buffers`, so it is as small as possible.
-            residency = Residency(build_policy("lru", loaded.spec, {}, MIN_SLOTS))
-            pool = open_store(loaded, residency, 1)
-            stack.callback(pool.close)
             self._in_halves = options.in_halves(on_one_machine)
             self.experts = RankExperts(
                 loaded,
-                residency,
-                pool,
                 self.buffers,
                 gpu=gpu,
                 server_G=server_G,
                 windows=self.windows,
                 machine=machine,
             )
-            stack.callback(self.experts.runtime.close)
             self._batcher = open_batcher(
                 loaded.model,
                 max_requests=options.seats,

@@ -23,8 +23,9 @@ from moetool.models.experts.expert_form import Call
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.families import router_rules
 from moetool.models.loading import LoadedModel
-from moetool.models.router_hooks import sorted_routes, to_float16, watch
+from moetool.models.router_hooks import to_float16
 from moetool.runtime.decode_graphs import RecordedExperts
+from moetool.runtime.experts.binding import bind_experts
 from moetool.runtime.experts.cost_meter import CostMeter
 from moetool.runtime.experts.device_stores import Store
 from moetool.runtime.experts.event_window import EventWindow
@@ -44,7 +45,6 @@ from moetool.runtime.experts.signals import Signals, request_means
 from moetool.runtime.experts.slot_tables import ExpertWeights, SlotTables
 from moetool.runtime.experts.store import ExpertStore
 
-_IMPLEMENTATION = "moetool"
 _CALLED_WITH_ROUTES = (Call.INTERFACE, Call.EXPERTS)
 _MISSES = frozenset({StepKind.LOAD, StepKind.HOST})
 
@@ -101,8 +101,7 @@ class ExpertRuntime:
             already, or a CUDA graph is about to compute them.
         on_costs: called with a forward and the seconds of a load and of a host computation that apply from it on.
 
-    Effects: becomes the model's experts implementation, or replaces the forward of experts without that interface; owns
-    the store.
+    Effects: computes the model's experts from now on (`bind_experts`); owns the store.
     """
 
     def __init__(
@@ -114,8 +113,6 @@ class ExpertRuntime:
         pooled: bool | None = None,
         remote: RemoteExperts | None = None,
     ) -> None:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
         self.residency = residency
         self.store = store
         self._remote, self._lock = remote, nullcontext() if remote is None else remote.lock
@@ -124,7 +121,6 @@ class ExpertRuntime:
         self.misses_L = [0] * loaded.spec.num_layers
         self._watching: dict[int, OrderedDict[int, Callable[[torch.Tensor], None]]] = {}  # by layer, by handle
         self._info: ForwardInfo | None = None
-        self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._needs = residency.policy.columns
         self._rule = find(loaded.model.config.get_text_config().model_type).rule(
             loaded.model.config.get_text_config(), loaded.layers[0].router
@@ -144,10 +140,7 @@ class ExpertRuntime:
             ahead=residency.policy.distance,
             on_embedded=self._on_embedded,
         )
-        ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _experts_forward)
-        loaded.model.set_experts_implementation(_IMPLEMENTATION)
-        for layer in loaded.layers:
-            self._bind(layer)
+        bind_experts(loaded, self)
         self._pooled: PooledExperts | None = None
         one_pool = remote is None and len(store.devices) == 1
         wanted = store.copies.device.type == "cuda" if pooled is None else pooled
@@ -433,51 +426,16 @@ class ExpertRuntime:
         (self if self._remote is None else self._remote).compute(layer, event, rows)
         return rows.products()
 
-    def _bind(self, layer: MoeLayer) -> None:
-        layer.experts.moetool_binding = (self, layer)
-        if layer.form.call is Call.INTERFACE:
-            return  # transformers dispatches by a name in the config; the instance determines the pool
-        forwards: dict[Call, Callable[..., torch.Tensor]] = {
-            Call.EXPERTS: self._experts,
-            Call.SCALED: self._scaled,
-            Call.BLOCK: self._block,
-        }
-        layer.experts.forward = partial(forwards[layer.form.call], layer)
-        if layer.form.call is Call.SCALED:  # its experts do not receive the routes
-            watch(layer, lambda *routes: self._chosen.update({layer.index: routes}))
-
-    def _experts(
-        self, layer: MoeLayer, hidden: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+    def scaled_products(
+        self, layer: MoeLayer, x: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """Experts called as by the interface, except for the shape of the hidden states."""
-        flat_TD = hidden.reshape(-1, hidden.shape[-1])
-        return self.forward(layer, flat_TD, index_TK, weights_TK).view(hidden.shape)
-
-    def _scaled(self, layer: MoeLayer, scaled: torch.Tensor) -> torch.Tensor:
-        """Experts that each receive a copy of the hidden states scaled by its weight, [E * T, D] in all; the caller
-        sums their outputs (llama4). Copies without a choice are 0, and so are their outputs.
-        """
-        copies_ETD = scaled.view(layer.num_experts, -1, scaled.shape[-1])
-        top_k = layer.top_k
-        index_TK, weights_TK = self._chosen.pop(layer.index)
+        """See `ComputesExperts`."""
         event = self._event(layer, index_TK, weights_TK)
-        places = torch.arange(index_TK.numel(), device=index_TK.device)
-        x = copies_ETD[index_TK.reshape(-1), places // top_k]
-        if self._pooled is not None:
-            machine = PoolMachine(self._pooled, layer, x, 1, index_TK, len(event.needed))
-            run(self._program(layer, event), machine)
-            products = machine.products()
-        else:
-            products = self._products(layer, event, x, 1)
-        output_ETD = torch.zeros_like(copies_ETD)
-        output_ETD[index_TK.reshape(-1), places // top_k] = products
-        return output_ETD.view(scaled.shape)
-
-    def _block(self, layer: MoeLayer, hidden: torch.Tensor) -> torch.Tensor:
-        """A block with its own router that adds a bias to the sum (jetmoe)."""
-        flat_TD = hidden.reshape(-1, hidden.shape[-1])
-        index_TK, weights_TK = sorted_routes(layer.router(flat_TD), layer.top_k)
-        return self.forward(layer, flat_TD, index_TK, weights_TK).view(hidden.shape) + layer.experts.bias
+        if self._pooled is None:
+            return self._products(layer, event, x, 1)
+        machine = PoolMachine(self._pooled, layer, x, 1, index_TK, len(event.needed))
+        run(self._program(layer, event), machine)
+        return machine.products()
 
     def _on_embedded(self, embedding_TD: torch.Tensor) -> None:
         if self._info is not None:
@@ -497,12 +455,3 @@ def _places_of(event: GateEvent) -> dict[int, list[int]]:
     for place, expert in enumerate(chain.from_iterable(event.experts_TK)):
         places_of.setdefault(expert, []).append(place)
     return places_of
-
-
-def _experts_forward(
-    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """The experts implementation that transformers calls."""
-    runtime, layer = module.moetool_binding
-    output: torch.Tensor = runtime.forward(layer, hidden_states, top_k_index, top_k_weights)
-    return output
