@@ -181,8 +181,9 @@ def test_a_step_is_one_call_where_every_expert_has_its_slot(model: Path) -> None
     engine.close()
 
 
-def test_a_step_with_misses_is_at_most_one_call_for_each_layer_and_one(model: Path) -> None:
-    engine = _engine(model, "lru", 9)
+@pytest.mark.parametrize(("policy", "slots"), [("lru", 9), ("foresight", 16)])
+def test_a_step_with_misses_is_at_most_one_call_for_each_layer_and_one(model: Path, policy: str, slots: int) -> None:
+    engine = _engine(model, policy, slots)
     _generate(engine, _PROMPTS[:1])
     recorded = _recorded(engine)
     assert engine.metrics()["misses"]
