@@ -24,6 +24,8 @@ def open_shape(model: str) -> Checkpoint | ConfigModel:
     try:
         return Checkpoint(path, name=model, weights=False)
     except UnknownFamily:
+        if path.is_file():  # a GGUF file of a family that this version of transformers lacks
+            raise
         return ConfigModel(path, model, *read_config(path / "config.json"))
 
 
