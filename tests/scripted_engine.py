@@ -62,6 +62,7 @@ class ScriptedEngine:
     def __post_init__(self) -> None:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(assets.path("data", "reference-moe"))
         self.vocab_size = len(self.tokenizer)
+        self._ids: dict[str, list[int]] = {}
         self._requests: dict[int, _Request] = {}
         self._wake = threading.Condition()
         self._closed = False
@@ -80,7 +81,9 @@ class ScriptedEngine:
         if self.state != "ready":
             raise Unavailable(f"the engine is {self.state}")
         self.check(prompt, params)
-        answer = [*self.tokenizer.encode(self.reply, add_special_tokens=False), END]
+        if self.reply not in self._ids:
+            self._ids[self.reply] = self.tokenizer.encode(self.reply, add_special_tokens=False)
+        answer = [*self._ids[self.reply], END]
         if params.ignore_eos:
             answer += [END] * params.max_tokens
         if params.temperature > 0:
