@@ -207,6 +207,9 @@ def _not_found(kind: str, name: str, module: str) -> UsageError:
 
 def _from_path(kind: str, name: str) -> ModuleType:
     try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            _foreign_files.add(spec.origin)  # before the import, which may fail
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and name.startswith(error.name):

@@ -236,8 +236,9 @@ def _run() -> None:
         package = (error.name or "").partition(".")[0]
         if package in ("", *OURS) or os.environ.get("MOETOOL_DEBUG") == "1":
             raise
+        place = plugins.foreign_place(error)
         _fail(
-            f"this command needs the package {package}, which is not fully installed ({error}); install it with: "
+            f"{f'{place} imports' if place else 'this command needs'} the package {package}, which is not fully installed ({error}); install it with: "
             f"pip install {package}",
             1,
         )

@@ -154,3 +154,28 @@ def test_an_error_of_a_plugin_is_one_line_with_its_place(
     assert exit_code(monkeypatch, "replay", "--trace", trace, "--policy", "./wrong.py", "--budget", "25%") == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert all(fact in error for fact in (*facts, "MOETOOL_DEBUG=1"))
+
+
+@pytest.mark.parametrize("name", ["bench_lab.wrong", "./bench_lab/wrong.py"])
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        ("import os\n1 / 0\n", ("ZeroDivisionError", "wrong.py:2 in <module>")),
+        ("def f(:\n", ("SyntaxError", "wrong.py:1")),
+        ("import absent_library\n", ("pip install absent_library", "wrong.py:1 in <module>")),
+    ],
+)
+def test_an_error_of_an_import_names_the_plugins_line(
+    name: str,
+    text: str,
+    facts: tuple[str, ...],
+    lab: Path,
+    trace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delitem(sys.modules, "bench_lab", raising=False)  # another test's directory
+    (lab / "bench_lab" / "wrong.py").write_text(text)
+    assert exit_code(monkeypatch, "replay", "--trace", trace, "--policy", name, "--budget", "25%") == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert all(fact in lines[-1] for fact in facts) and not any("Traceback" in line for line in lines)
