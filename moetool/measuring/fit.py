@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from moetool.base import families
 from moetool.base.config import parse
 from moetool.base.errors import CapacityError
-from moetool.costing.estimates import ModelTraffic, TokenEstimate, prompt_seconds, token_estimate
+from moetool.costing.estimates import STEP_SHARE, ModelTraffic, TokenEstimate, prompt_seconds, token_estimate
 from moetool.measuring.fit_machine import SYSTEM_BYTES, FitMachine, FitOptions, fit_machine, size
 from moetool.measuring.machine_rates import Fact
 from moetool.models.checkpoint import Checkpoint
@@ -263,6 +264,16 @@ class _Estimator:
         served = gpu_with(0, checkpoint, options).curve
         self.curve = nearest_curve(checkpoint.spec) if served is PUBLISHED else served
         self._traffic = self._own_traffic()
+        self._rates = machine.rates  # of decode steps
+        if self._runs_programs:
+            self._rates = replace(machine.rates, layer_s=STEP_SHARE * machine.rates.layer_s)
+
+    @property
+    def _runs_programs(self) -> bool:
+        """Whether decode steps run as recorded programs."""
+        family = families.known(str(self._checkpoint.config.model_type))
+        recorded = family is not None and family.decoded == "program" and self._options.dtype == "bfloat16"
+        return recorded and not self._machine.has_gpu
 
     @property
     def model_bytes(self) -> int:
@@ -360,6 +371,12 @@ class _Estimator:
         checkpoint = self._checkpoint
         origin = "file headers" if checkpoint.sizes_by_headers and checkpoint.quantization else "the config"
         estimated = checkpoint.quantization is not None and not checkpoint.sizes_by_headers
+        if self._runs_programs:
+            yield (
+                "decode steps",
+                f"{STEP_SHARE:.2g} x the fixed time per layer",
+                "run as recorded programs",
+            )
         yield "sizes", "estimated, without scales" if estimated else "exact", origin
         yield "other formats", "mean bits of llama.cpp's mixes and of FP8 and MXFP4 checkpoints", "assumed"
 
@@ -373,7 +390,7 @@ class _Estimator:
         held = min(traffic.num_experts, int(host_bytes // traffic.slot_bytes))
         return token_estimate(
             traffic,
-            self._machine.rates,
+            self._rates,
             context=PROMPT_TOKENS,
             device_misses=curve.at(slots / traffic.num_experts),
             disk_misses=curve.at(max(slots, held) / traffic.num_experts),

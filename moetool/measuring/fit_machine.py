@@ -10,7 +10,7 @@ from moetool.base.machine import memory_bytes
 from moetool.base.tables import count
 from moetool.costing.estimates import LINK_SHARE, MEMORY_SHARE, Rates, rates_of
 from moetool.costing.machines import NamedMachine, read_named_machine
-from moetool.measuring.machine_rates import Fact, measured_rates
+from moetool.measuring.machine_rates import Fact, disk_rate, measured_rates
 
 SYSTEM_BYTES = 2_000_000_000
 """Host memory that the system of a named machine keeps (assumed)."""
@@ -80,8 +80,13 @@ def fit_machine(options: FitOptions) -> FitMachine:
             named, f"recipes/machines/{origin}.toml" if origin == options.machine else f"{origin}.toml", options
         )
     if options.gpu_bytes is not None and not here:
+        host_bytes = memory_bytes()[1] if options.host_bytes is None else options.host_bytes
+        disk_bytes_s, disk = disk_rate(Path(), options.disk_bytes_s)
         assumed = replace(read_named_machine(_ASSUMED_GPU), name="this machine with an assumed RTX 3090")
-        return _named(assumed, f"assumed: recipes/machines/{_ASSUMED_GPU}.toml", options)
+        known = replace(options, host_bytes=host_bytes, disk_bytes_s=disk_bytes_s)
+        found = _named(assumed, f"assumed: recipes/machines/{_ASSUMED_GPU}.toml", known)
+        facts = [(what, value, disk if what == "disk" else origin) for what, value, origin in found.facts]
+        return replace(found, flags=_flags(options, gpu=True), facts=tuple(facts))
     rates, facts = measured_rates("cuda" if here else "cpu", Path(), options.disk_bytes_s)
     gpu_bytes = 0
     if here:

@@ -43,12 +43,7 @@ def measured_rates(device: str, folder: Path, disk_bytes_s: float | None = None)
     else:
         layer_s, miss_layer_s = LAYER_NORMS * _norm_s(), CPU_MISS_LAYER_S
         facts.append(("fixed time per layer", f"{layer_s * 1e3:.2g} ms", "measured here, by small operations"))
-    origin = "as given"
-    if disk_bytes_s is None:
-        try:
-            disk_bytes_s, origin = _disk_bytes_s(folder), f"measured in {folder.resolve()}"
-        except (OSError, MoetoolError):
-            disk_bytes_s, origin = 1e9, f"assumed: {folder.resolve()} cannot be written"
+    disk_bytes_s, origin = disk_rate(folder, disk_bytes_s)
     facts.append(("disk", f"{count(disk_bytes_s, 'B')}/s", origin))
     rates = Rates(
         device=device,
@@ -60,6 +55,19 @@ def measured_rates(device: str, folder: Path, disk_bytes_s: float | None = None)
         disk_bytes_s=disk_bytes_s,
     )
     return rates, tuple(facts)
+
+
+def disk_rate(folder: Path, given: float | None = None) -> tuple[float, str]:
+    """Return the rate of reads in a folder, measured unless it is given, and its origin.
+
+    Effects: as `measured_rates`.
+    """
+    if given is not None:
+        return given, "as given"
+    try:
+        return _disk_bytes_s(folder), f"measured in {folder.resolve()}"
+    except (OSError, MoetoolError):
+        return 1e9, f"assumed: {folder.resolve()} cannot be written"
 
 
 def _fastest(work: Callable[[], object], device: str) -> float:

@@ -115,6 +115,10 @@ class Stores:
         """See `ExpertStore.host`; uses the host tier of the expert's device."""
         return self.stores[self.device_of(key)].host(key)
 
+    def host_copy(self, key: int) -> AbstractContextManager[tuple[Weight, ...]] | None:
+        """See `ExpertStore.host_copy`."""
+        return self.stores[self.device_of(key)].host_copy(key)
+
     def close(self) -> None:
         """End all stores' threads."""
         for store in self.stores:

@@ -64,12 +64,16 @@ class StoreMachine:
             self._store.ready(step.key, step.slot)
 
     def compute_on_host(self, steps: Sequence[Step]) -> None:
+        keys: list[int] = []
         for step in steps:
-            expert = step.key - self._first_key
-            if expert < self._form.num_experts:
-                self._pending.append((expert, self._host.start(self._form, step.key, self._input(expert))))
+            if (expert := step.key - self._first_key) < self._form.num_experts:
+                keys.append(step.key)
             else:
                 self._put(expert, self._input(expert))
+        if keys:
+            experts = [key - self._first_key for key in keys]
+            outputs = self._host.start(self._form, keys, [self._input(expert) for expert in experts])
+            self._pending += zip(experts, outputs, strict=True)
 
     def compute(self, wave: Sequence[Step]) -> None:
         group: list[Step] = []

@@ -185,6 +185,23 @@ class ExpertSource:
         finally:
             self._host.release(buffer)
 
+    def host_copy(self, key: int) -> contextlib.AbstractContextManager[tuple[Weight, ...]] | None:
+        """Like `host`, for an expert that host memory holds as it is computed; None for any other, without waiting."""
+        if self._host is None or self._files.converts or (buffer := self._host.hold(key)) is None:
+            return None
+        with self.lock:
+            self.stats.host_hits += 1
+            self.stats.host_bytes += buffer.num_bytes
+        return self._held(key, buffer)
+
+    @contextlib.contextmanager
+    def _held(self, key: int, buffer: Buffer) -> Iterator[tuple[Weight, ...]]:
+        assert self._host is not None
+        try:
+            yield self._files.views(buffer.memory, self._files.layout_of(key))
+        finally:
+            self._host.release(buffer)
+
     def count_retry(self, key: int, error: BaseException) -> None:
         """Count a failed read that is tried once more."""
         with self.lock:

@@ -293,6 +293,10 @@ class ExpertStore:
                 self._charge(tier, time.perf_counter() - began)
             yield weights
 
+    def host_copy(self, key: int) -> contextlib.AbstractContextManager[tuple[Weight, ...]] | None:
+        """Like `host`, for an expert that host memory holds as it is computed; None for any other, without waiting."""
+        return self._source.host_copy(key)
+
     def close(self) -> None:
         """Drop queued loads, end the threads, and finish running copies."""
         with self._lock:

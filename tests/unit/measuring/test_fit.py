@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from moetool.base.machine import resident_bytes
+from moetool.base import families
+from moetool.base.machine import memory_bytes, resident_bytes
+from moetool.costing.estimates import CPU_LAYER_S, STEP_SHARE
 from moetool.measuring.fit import Fit, fit, spoken
 from moetool.measuring.fit_machine import FitOptions
 from moetool.models.checkpoint import Checkpoint
@@ -99,6 +101,30 @@ def test_a_gpu_that_is_not_here_is_assumed(qwen: Checkpoint) -> None:
     assert found.has_gpu
     assert any("assumed" in origin for what, _, origin in found.facts if what == "memory bandwidth")
     assert found.command == "moetool serve MODEL --device cuda --host-memory 32GB"
+
+
+def test_a_gpu_that_is_not_here_has_this_machine_s_memory_and_disk(
+    qwen: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = fit(qwen, FitOptions(gpu_bytes=8 * GB))
+    assert {what: origin for what, _, origin in found.facts}["disk"] == f"measured in {tmp_path}"
+    assert found.budget is not None and found.budget.host_bytes <= memory_bytes()[0]
+    assert found.command == "moetool serve MODEL --device cuda"
+
+
+def test_recorded_steps_take_a_share_of_the_fixed_time_of_modules(
+    qwen: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = fit(qwen, LAPTOP)
+    modules = replace(families.find("qwen3_moe"), unrecorded="a test")
+    monkeypatch.setattr(families, "known", lambda model_type: modules)
+    slower = fit(qwen, LAPTOP)
+    assert found.token is not None and slower.token is not None
+    fixed = slower.token.fixed_s - found.token.fixed_s
+    assert fixed == pytest.approx((1 - STEP_SHARE) * CPU_LAYER_S * qwen.config.num_hidden_layers)
+    assert found.prompt_s == slower.prompt_s  # prompts run module by module
+    assert "decode steps" in {what for what, *_ in found.facts} - {what for what, *_ in slower.facts}
 
 
 def test_a_gguf_header_gives_exact_sizes(tmp_path: Path) -> None:

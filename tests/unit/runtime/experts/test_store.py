@@ -380,6 +380,12 @@ def test_weights_on_the_host(files: _Files, experts: int | None) -> None:
             assert bool((first == key).all() and (second == key).all())
         assert _holds(store, 10 + key, 0)
     assert store.stats.retried == 1
+    hits = store.stats.host_hits
+    copy = store.host_copy(1)
+    assert copy is not None and store.host_copy(120) is None  # only what is there
+    with copy as (first, second):
+        assert bool((first == 1).all() and (second == 1).all())
+    assert store.stats.host_hits == hits + 1
     files.failures[77] = 2
     with refused(MoetoolError, "expert 77"), store.host(77):
         pass
