@@ -226,10 +226,9 @@ class MachineSplit:
         self._memory: OrderedDict[int, None] | None = None if host_experts is None else OrderedDict()
         self._host_experts = host_experts or 0
 
-    @property
-    def admits(self) -> bool:
-        """Whether the link has room for the transfer of an expert that the host has computed."""
-        return len(self._queue) < _WAITING
+    def admits(self, free: bool) -> bool:
+        """Whether the link takes an expert that the host has computed: always while slots are `free`, else by queue."""
+        return free or len(self._queue) < _WAITING
 
     def choose(
         self, event: GateEvent, hits: Collection[int], misses: Sequence[int], worth: Sequence[float]

@@ -366,7 +366,7 @@ class Residency:
         if self.split is not None:
             self.split.note(steps)
             for key in admissible:
-                if not self.split.admits:
+                if not self.split.admits(free=self._room >= size):
                     break
                 before = len(steps)
                 self._load_ahead(StepKind.PREFETCH, deque((key,)), locked, wanted, steps, admits=True)

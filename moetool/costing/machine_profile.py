@@ -94,8 +94,7 @@ def _recipe(spec: ModelSpec) -> NamedModel | None:
     if not names:
         return None
     model = read_named_model(max(names, key=len))
-    sizes = (model.layers, model.experts, model.top_k)
-    return model if sizes == (spec.num_layers, spec.num_experts, max(spec.top_k_L)) else None
+    return model if (model.layers, model.experts) == (spec.num_layers, spec.num_experts) else None
 
 
 def _facts(machine: NamedMachine) -> Machine:

@@ -80,13 +80,7 @@ def fit_machine(options: FitOptions) -> FitMachine:
             named, f"recipes/machines/{origin}.toml" if origin == options.machine else f"{origin}.toml", options
         )
     if options.gpu_bytes is not None and not here:
-        host_bytes = memory_bytes()[1] if options.host_bytes is None else options.host_bytes
-        disk_bytes_s, disk = disk_rate(Path(), options.disk_bytes_s)
-        assumed = replace(read_named_machine(_ASSUMED_GPU), name="this machine with an assumed RTX 3090")
-        known = replace(options, host_bytes=host_bytes, disk_bytes_s=disk_bytes_s)
-        found = _named(assumed, f"assumed: recipes/machines/{_ASSUMED_GPU}.toml", known)
-        facts = [(what, value, disk if what == "disk" else origin) for what, value, origin in found.facts]
-        return replace(found, flags=_flags(options, gpu=True), facts=tuple(facts))
+        return _with_assumed_gpu(options)
     rates, facts = measured_rates("cuda" if here else "cpu", Path(), options.disk_bytes_s)
     gpu_bytes = 0
     if here:
@@ -102,6 +96,17 @@ def fit_machine(options: FitOptions) -> FitMachine:
         flags=_flags(options, gpu=here),
         facts=facts,
     )
+
+
+def _with_assumed_gpu(options: FitOptions) -> FitMachine:
+    """This machine's memory and disk beside a GPU that it lacks."""
+    disk_bytes_s, disk = disk_rate(Path(), options.disk_bytes_s)
+    host_bytes = memory_bytes()[1] if options.host_bytes is None else options.host_bytes
+    assumed = replace(read_named_machine(_ASSUMED_GPU), name="this machine with an assumed RTX 3090")
+    known = replace(options, host_bytes=host_bytes, disk_bytes_s=disk_bytes_s)
+    found = _named(assumed, f"assumed: recipes/machines/{_ASSUMED_GPU}.toml", known)
+    facts = tuple((what, value, disk if what == "disk" else origin) for what, value, origin in found.facts)
+    return replace(found, flags=_flags(options, gpu=True), facts=facts)
 
 
 def _named(machine: NamedMachine, origin: str, options: FitOptions) -> FitMachine:

@@ -64,8 +64,8 @@ class ReplayRow:
         timing: times on the timeline, with a profile.
         trained_on: number of replayed requests that its predictor was trained on; on new ones it hits less.
         misses: as in `ReplaySetup`; `own`: as the policy says, which computes on the host itself.
-        bound_s: with costs of link and host, a bound of the time per output token: compute, then the misses at the
-            rates of link and host together.
+        bound_s: with costs of link and host, a bound of the time per output token of one request: compute without
+            experts, then the misses at the rates of link and host together.
     """
 
     policy: str
@@ -516,8 +516,9 @@ class _Run:
         decode = self._residency.decode - self._warm[1]
         bound_s = None
         if timing is not None and timing.decode_forwards and self._costs_of_misses is not None:
-            misses_s = (decode.missed + decode.hosted) * self._costs_of_misses.missed_s
-            bound_s = (timing.decode.compute_s + misses_s) / timing.decode_forwards
+            costs, misses = self._costs_of_misses, decode.missed + decode.hosted
+            dense_s = timing.decode.compute_s - (decode.needed - decode.hosted) * costs.device_s
+            bound_s = (dense_s + misses * costs.missed_s) / timing.decode_forwards
         return ReplayRow(
             policy=self._name,
             budget_bytes=self._budget_bytes,

@@ -56,7 +56,9 @@ def replay_table(
     if timed:
         notes.append("bound: loads and compute overlapped to in turn; stall: share of the time; late: late hits")
     if bounded:
-        notes.append("link+host: compute, then the bytes of new tokens' misses at the rates of link and host together")
+        notes.append(
+            "link+host: the bound, compute without experts and then misses at the rates of link and host together"
+        )
     if hosted:
         notes.append("MB on host/token: weights that the host's cores read instead of a load; compare the sum of both")
     if any(row.trained_on for row in rows):

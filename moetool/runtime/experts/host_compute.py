@@ -46,7 +46,7 @@ class HostCompute:
         future = self._thread.submit(self._compute, replace(form, finish=None), keys, rows)
         device = xs[0].device
         outputs = cache(lambda: torch.cat(future.result()).to(device).split_with_sizes(counts))
-        return [lambda i=i: move_output(form, outputs()[i], device) for i in range(len(keys))]
+        return [partial(_finished, form, outputs, i, device) for i in range(len(keys))]
 
     def close(self) -> None:
         """Finish pending computations."""
@@ -69,6 +69,12 @@ class HostCompute:
                 for _ in weights:
                     self._store.meter.hosted(seconds)
         return outputs
+
+
+def _finished(
+    form: ExpertForm, outputs: Callable[[], Sequence[torch.Tensor]], number: int, device: torch.device
+) -> torch.Tensor:
+    return move_output(form, outputs()[number], device)
 
 
 def _same(output: torch.Tensor) -> torch.Tensor:
