@@ -237,8 +237,9 @@ def _run() -> None:
         if package in ("", *OURS) or os.environ.get("MOETOOL_DEBUG") == "1":
             raise
         place = plugins.foreign_place(error)
+        needs = "this command needs" if place is None else f"{place} imports"
         _fail(
-            f"{f'{place} imports' if place else 'this command needs'} the package {package}, which is not fully installed ({error}); install it with: "
+            f"{needs} the package {package}, which is not fully installed ({error}); install it with: "
             f"pip install {package}",
             1,
         )
