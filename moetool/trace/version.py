@@ -39,7 +39,10 @@ def upgrade(manifest: dict[str, Any], path: Path) -> dict[str, Any]:
     parts = re.fullmatch(r"(\d{1,6})(?:\.(\d{1,6}))?", str(found)) if not isinstance(found, bool) else None
     says = f"{path} holds {kind or 'something else'} of schema version {found}, expected a trace of version"
     if kind != "trace" or parts is None:
-        raise MismatchError(f"{says} {SCHEMA_VERSION}; give a trace directory, or capture again")
+        advice = "give a trace directory, or capture again"
+        if kind == "counts":
+            advice = "counts have no tokens; they serve moetool trace info, plan placement and plan compare"
+        raise MismatchError(f"{says} {SCHEMA_VERSION}; {advice}")
     major, minor = int(parts[1]), int(parts[2] or 0)
     if (major, minor) > (MAJOR, MINOR):
         writer = manifest.get("moetool_version", "a newer version")

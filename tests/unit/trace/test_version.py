@@ -69,3 +69,11 @@ def test_other_versions_are_refused_with_what_to_do(version: Any, message: str) 
 def test_the_present_version_stays_as_it_is() -> None:
     manifest = {"kind": "trace", "schema_version": SCHEMA_VERSION, "ahead": 2, "resident": 0.5}
     assert upgrade(manifest, Path("t")) == manifest
+
+
+def test_counts_are_told_what_they_serve(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="plan placement") as caught:
+        upgrade({"kind": "counts", "schema_version": 1}, tmp_path)
+    assert "capture" not in str(caught.value)
+    with pytest.raises(MismatchError, match="capture again"):
+        upgrade({"kind": "plan", "schema_version": 1}, tmp_path)
