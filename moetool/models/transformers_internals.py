@@ -29,6 +29,15 @@ def expert_gate(module: Any) -> tuple[Any, bool]:
     return gate, is_default and isinstance(module.act_fn, SiLU | SiLUActivation)
 
 
+def clamped_gate(gate: Any) -> tuple[float, float] | None:
+    """The constants alpha and limit of an `expert_gate` that is gpt-oss's; None: it is another one."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    if getattr(gate, "__func__", None) is not GptOssExperts._apply_gate:
+        return None
+    return float(gate.__self__.alpha), float(gate.__self__.limit)
+
+
 def wide_parameters(model: Any, dtype: Any) -> tuple[str, ...]:
     """Parts of the names of parameters that stay in float32 in a model of another dtype."""
     return tuple(model._get_dtype_plan(dtype))

@@ -32,15 +32,6 @@ class ClampedGate(NamedTuple):
     limit: float
 
 
-def clamped_gate(gate: Any) -> ClampedGate | None:
-    """Constants of a function from `gate_of` that computes gpt-oss's gate; None: it is another one."""
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-    if getattr(gate, "__func__", None) is not GptOssExperts._apply_gate:
-        return None
-    return ClampedGate(float(gate.__self__.alpha), float(gate.__self__.limit))
-
-
 def is_silu_gate(gate: Any) -> bool:
     """Whether a gate is one from `gate_of` that uses the kernel."""
     return isinstance(gate, functools.partial) and gate.func is _gated

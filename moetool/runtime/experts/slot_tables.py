@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moetool.kernels.cpu.gates import ClampedGate, clamped_gate, find_gate_kernel, is_silu_gate
+from moetool.kernels.cpu.gates import ClampedGate, find_gate_kernel, is_silu_gate
 from moetool.kernels.cpu.matmul import RowWeight, row_weight
 from moetool.kernels.cpu.step_operations import TABLE
 from moetool.kernels.cpu.vectors import LANES
@@ -15,6 +15,7 @@ from moetool.models.experts.expert_form import ExpertForm, out_in
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.experts.stored_expert import Weight
 from moetool.models.loading import LoadedModel
+from moetool.models.transformers_internals import clamped_gate
 from moetool.runtime.experts.store import ExpertStore
 
 
@@ -101,7 +102,8 @@ class SlotTables:
         if len({self._store.files.layout_of(key) for key in keys}) > 1:
             return None
         weights = self._store.views_of(self._layout_of(layer), 0)
-        gate = clamped_gate(form.gate) if form.has_bias else None
+        constants = clamped_gate(form.gate) if form.has_bias else None
+        gate = None if constants is None else ClampedGate(*constants)
         if form.finish is not None or form.num_identity or (gate is None and not is_silu_gate(form.gate)):
             return None
         if form.has_bias and (gate is None or not all(map(_is_bias, weights[1::2]))):
