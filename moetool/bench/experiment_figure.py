@@ -38,6 +38,7 @@ class ExperimentResult:
         axes: labels of the curves' axes.
         exact: whether the values are counted, so that one run decides.
         traces: number of independent traces (0: not counted); fewer than three decide nothing.
+        experts: experts per layer of the measured traces, and those that a token uses; zeros without traces.
     """
 
     values: Mapping[str, Sequence[float]]
@@ -48,6 +49,7 @@ class ExperimentResult:
     axes: tuple[str, str] = ("", "")
     exact: bool = False
     traces: int = 0
+    experts: tuple[int, int] = (0, 0)
 
 
 def draw_all(folder: Path, founds: Mapping[str, ExperimentResult]) -> list[Path]:

@@ -200,7 +200,8 @@ def migrate(
     tables.print_paragraph(
         f"over {horizon_tokens:,.0f} tokens: {plan.calls_before:,.0f} remote calls become {plan.calls_after:,.0f}, "
         f"{plan.saved_s:,.2f} s saved at {plan.call_s * 1e3:.3g} ms a call, against {plan.eq3_s:,.2f} s (Eq. 3) and "
-        f"{plan.seconds:,.2f} s of all moves: {'worth it' if plan.worth_it else 'not worth it'}"
+        f"{plan.seconds:,.2f} s of all moves: {'worth it' if plan.worth_it else 'not worth it'}; as printed against "
+        f"{plan.printed_s:,.2f} s: {'worth it' if plan.saved_s > plan.printed_s else 'not worth it'}"
     )
     if plan.windows is not None:
         tables.print_paragraph(f"fits into {plan.windows:,} compute phases of {window_ms:g} ms")

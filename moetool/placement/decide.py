@@ -92,9 +92,10 @@ class Replanner:
 
     Attributes:
         planner: name, with options and seed.
-        weighs: `calls`: remote calls saved over the horizon against moves in sequence (Prism, Eq. 4). `latency`: T_comp
-            + T_comm saved on the observed requests (DIRECTOR, Eq. 5) against concurrent moves to all GPUs, into a
-            double buffer (DIRECTOR § V-B).
+        weighs: `calls`: remote calls saved over the horizon against moves in sequence (Prism, Eq. 4, repaired).
+            `printed`: the same against Eq. 3 as printed, which divides by the GPUs' own rates. `latency`: T_comp +
+            T_comm saved on the observed requests (DIRECTOR, Eq. 5) against concurrent moves to all GPUs, into a double
+            buffer (DIRECTOR § V-B).
         always: accept every proposal.
     """
 
@@ -192,6 +193,8 @@ def decide(
     judged = [(judge_GLE, propose(made_GLE, free_slots)) for made_GLE, judge_GLE in observed.held_out if moves]
     plan = _eq4(in_force, new_GLE, moves, judged or [(observed.tokens_GLE, new_GLE)], observed.horizon_tokens, costs)
     gain_s, cost_s = plan.saved_s, max(plan.eq3_s, plan.seconds)
+    if replanner.weighs == "printed":
+        cost_s = plan.printed_s
     if batched:
         gain_s, cost_s = _batch_sides(observed, in_force, new_GLE, costs)
     pays = gain_s > cost_s

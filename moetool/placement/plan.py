@@ -232,6 +232,13 @@ class MigrationPlan(Artefact):
     windows: int | None = None
     window_s: float | None = None
 
+    @property
+    def printed_s(self) -> float:
+        """Return T_mig of Prism's Eq. 3 as printed: a dropped expert costs as much as an added one."""
+        sizes, gpus = self.spec.expert_bytes_L, self.cluster.gpus
+        changes = [move for move in self.moves if move.kind in ("copy", "drop")]
+        return sum(sizes[move.layer] / gpus[move.gpu].host_to_device_bytes_s for move in changes)
+
     def validate(self) -> None:
         """Raise MismatchError if a move's expert or GPU does not exist, or the sums are wrong."""
         self.spec.validate()

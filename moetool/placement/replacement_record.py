@@ -22,6 +22,7 @@ class ReplacementRecord(JsonRecord):
         measured: whether `call_s` was measured, or comes from the plan's links.
         saved_s: one side of Eq. 4: (calls_before - calls_after) * call_s.
         eq3_s: Eq. 3, additions only.
+        printed_s: Eq. 3 as printed; Eq. 4 as printed holds if saved_s is more.
         moves_s: seconds of all moves in sequence.
         foreseen_s: expected seconds of the migration, with pauses that leave links to users.
         cost_s: the other side of Eq. 4: the larger of eq3_s and moves_s.
@@ -47,6 +48,7 @@ class ReplacementRecord(JsonRecord):
     measured: bool = False
     saved_s: float = 0.0
     eq3_s: float = 0.0
+    printed_s: float = 0.0
     moves_s: float = 0.0
     foreseen_s: float = 0.0
     cost_s: float = 0.0
@@ -66,6 +68,6 @@ class ReplacementRecord(JsonRecord):
         if not decision.moves:
             return
         plan = decision.migration
-        for name in ("calls_before", "calls_after", "call_s", "saved_s", "eq3_s", "worth_it", "bytes"):
+        for name in ("calls_before", "calls_after", "call_s", "saved_s", "eq3_s", "printed_s", "worth_it", "bytes"):
             setattr(self, name, getattr(plan, name))
         self.moves_s, self.cost_s, self.copies = plan.seconds, decision.cost_s, decision.copies

@@ -12,6 +12,8 @@ from moetool.simulation.rank_seconds import RankSeconds, RankWork
 EXCHANGES = ("rows", "gather")
 MOST_COUNTERS = 1 << 22
 """Counters at once; layers of large clusters are counted in parts."""
+_FEW = 16
+"""Counters per key above which keys are sorted instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ class LockstepRanks:
         once_G = np.array([each[work][1] for work in work_G]) * slow_G
         self.busy_G += num_layers * dense_G + once_G
         expert_s = exchange_s = 0.0
-        for layers in self._parts():
+        for layers in self._parts(len(gpu_T)):
             to_TS = self._to_GLE[gpu_T[:, None], self._layer_S[layers], rows_TS[:, layers]]
             expert_s += self._experts(layers, to_TS, rows_TS[:, layers])
             exchange_s += self._exchange(layers, gpu_T, to_TS)
@@ -115,10 +117,11 @@ class LockstepRanks:
             dense=num_layers * float(dense_G.max()) + float(once_G.max()), experts=expert_s, exchange=exchange_s
         )
 
-    def _parts(self) -> Iterator[slice]:
+    def _parts(self, num_tokens: int) -> Iterator[slice]:
         """Yield columns of whole layers."""
         spec, num_ranks = self._machines.spec, len(self._slow_G)
-        most = max(1, MOST_COUNTERS // (num_ranks * max(num_ranks, spec.num_experts)))
+        keys, counters = num_tokens * max(spec.top_k_L), num_ranks * max(num_ranks, spec.num_experts)
+        most = max(1, MOST_COUNTERS // max(keys, min(counters, _FEW * keys)))
         ends = np.concatenate([[0], np.cumsum(spec.top_k_L)])
         for first in range(0, spec.num_layers, most):
             yield slice(int(ends[first]), int(ends[min(spec.num_layers, first + most)]))
@@ -130,13 +133,13 @@ class LockstepRanks:
         num_layers = int(self._layer_S[layers.stop - 1]) + 1 - first
         at_S = self._layer_S[layers] - first
         keys_TS = (at_S * num_ranks + to_TS) * num_experts + rows_TS
-        counts_X = np.bincount(keys_TS.ravel(), minlength=num_layers * num_ranks * num_experts)
-        used_X = np.flatnonzero(counts_X)
+        used_X, rows_X = _count(keys_TS, num_layers * num_ranks * num_experts)
         rank_X = used_X // num_experts  # of every layer
-        taken = self._machines.seconds.experts(counts_X[used_X], rank_X, num_layers * num_ranks)
+        taken = self._machines.seconds.experts(rows_X, rank_X, num_layers * num_ranks)
         taken_LG = taken.reshape(num_layers, num_ranks) * self._slow_G
         self.busy_G += taken_LG.sum(axis=0)
-        self.rows_GL[:, first : first + num_layers] += counts_X.reshape(num_layers, num_ranks, -1).sum(axis=2).T
+        rows_LG = np.bincount(rank_X, rows_X, num_layers * num_ranks).reshape(num_layers, num_ranks)
+        self.rows_GL[:, first : first + num_layers] += rows_LG.T.astype(np.int64)
         return float(taken_LG.max(axis=1).sum())
 
     def _exchange(self, layers: slice, gpu_T: np.ndarray, to_TS: np.ndarray) -> float:
@@ -145,9 +148,7 @@ class LockstepRanks:
         at_S = self._layer_S[layers] - self._layer_S[layers.start]
         num_layers = int(at_S[-1]) + 1
         keys_TS = (at_S * num_ranks + gpu_T[:, None]) * num_ranks + to_TS
-        counts_X = np.bincount(keys_TS.ravel(), minlength=num_layers * num_ranks**2)
-        used_X = np.flatnonzero(counts_X)
-        tokens_X = counts_X[used_X]
+        used_X, tokens_X = _count(keys_TS, num_layers * num_ranks**2)
         layer_X, from_X, to_X = used_X // num_ranks**2, used_X // num_ranks % num_ranks, used_X % num_ranks
         same_X = self._server_G[from_X] == self._server_G[to_X]
         self.calls += int(tokens_X.sum())
@@ -169,3 +170,12 @@ class LockstepRanks:
         np.add.at(self.sent_GG, (from_X, to_X), bytes_X)
         np.add.at(self.sent_GG, (to_X, from_X), bytes_X)
         return 2.0 * float(slowest_L.sum())
+
+
+def _count(keys_TS: np.ndarray, num_counters: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the keys that occur, ascending, and how often."""
+    if _FEW * keys_TS.size < num_counters:
+        return np.unique(keys_TS, return_counts=True)
+    counts_X = np.bincount(keys_TS.ravel(), minlength=num_counters)
+    used_X = np.flatnonzero(counts_X)
+    return used_X, counts_X[used_X]

@@ -276,7 +276,7 @@ def simulate(
             planner=chosen.planner,
             options={**(planner.quick_options(chosen.planner) if chosen.batches else {}), **own_options},
             seed=options.seed,
-            weighs="latency" if chosen.batches else "calls",
+            weighs="printed" if options.decide == "printed" else "latency" if chosen.batches else "calls",
             always=chosen.batches if options.decide == "auto" else options.decide == "always",
         ),
         options,

@@ -12,7 +12,7 @@ ADMISSIONS = ("auto", "seats", "rounds")
 MIGRATIONS = ("pipelined", "overlap", "stop", "free")
 COPIES = ("host", "links")
 PLANNINGS = ("free", "beside", "wait")
-DECISIONS = ("auto", "eq4", "always")
+DECISIONS = ("auto", "eq4", "printed", "always")
 LOOKAHEADS = ("true", "predicted")
 
 
@@ -36,7 +36,7 @@ class SimulationOptions:
         replan_s: seconds between re-placement decisions of edge servers (0: never).
         decay: factor of past statistics at each decision.
         decide: `eq4`: migrate if Prism's Eq. 4 holds, or, in DIRECTOR's modes, if Eq. 5 gains more than moving costs;
-            `always`; `auto`: always for DIRECTOR's modes.
+            `printed`: if Eq. 4 holds as printed; `always`; `auto`: always for DIRECTOR's modes.
         migrate: form of migration (DIRECTOR's Figures 6b, 6c and 6a). `pipelined`: during serving; `free`: at once and
             without cost. For ranks also `overlap`: during serving, while ranks compute; `stop`: a batch waits for the
             moves.

@@ -16,7 +16,7 @@ from moetool.simulation.workload import SimulatedRequest
 
 PERCENTILES = (50, 90, 95, 99)
 _MIGRATION = (
-    *("at_s", "calls_before", "calls_after", "saved_s", "cost_s", "worth_it", "made", "copies", "bytes"),
+    *("at_s", "calls_before", "calls_after", "saved_s", "cost_s", "printed_s", "worth_it", "made", "copies", "bytes"),
     *("plan_s", "waited_s", "done_s"),
 )
 """Fields of `ReplacementRecord` in JSON."""

@@ -245,6 +245,15 @@ def test_eq_4_by_hand(planner: str) -> None:
     assert decision.cost_s == pytest.approx(decision.copies * SPEC.slot_bytes / 1e5)
     assert plan.eq3_s == pytest.approx(decision.copies * SPEC.slot_bytes / 12e9)
     assert decision.made == plan.worth_it == (decision.gain_s > decision.cost_s)
+    printed = decide(
+        observed,
+        InForce(spec=SPEC, cluster=CLUSTER, placed_GLE=begun()),
+        costs,
+        Replanner(planner=planner, weighs="printed"),
+    )
+    changed = int((begun() ^ new_GLE).sum())  # Eq. 3 charges dropped experts too
+    assert printed.cost_s == plan.printed_s == pytest.approx(changed * SPEC.slot_bytes / 12e9)
+    assert printed.made == (decision.gain_s > plan.printed_s)
 
 
 def test_a_full_cluster_says_that_experts_have_no_room_on_their_way() -> None:

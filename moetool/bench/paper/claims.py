@@ -60,6 +60,8 @@ class Claim:
         size: printed numbers by name, shares and multiples as numbers.
         ceiling: largest possible values on the assumed machine (`moetool.bench.paper.verdict.judge`).
         ruled_out: why the values found here say nothing about the paper's machine or model, if so.
+        shape: experts per layer and per token that the claim is about, if they decide it: on traces of others it cannot
+            be tested.
         here: relevant differences between the miniature and the paper.
     """
 
@@ -74,7 +76,15 @@ class Claim:
     size: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     ceiling: Mapping[str, float] = field(default_factory=dict)
     ruled_out: str = ""
+    shape: tuple[int, ...] = ()
     here: str = ""
+
+    def cannot(self, experts: tuple[int, int]) -> str:
+        """Return why the claim cannot be tested on traces with so many experts per layer and per token, if so."""
+        if not self.shape or experts == self.shape:
+            return self.ruled_out
+        (here, used), (there, theirs) = experts, self.shape
+        return f"a layer here has {here} experts, of which {used} are used; the claim is about {there} and {theirs}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,9 +61,8 @@ def run_paper(
             if isinstance(found, Verdict):
                 row = _row(claim, found)
             else:
-                verdict = judge(
-                    claim.check, found, claim.derive, size=claim.size, ceiling=ceiling, ruled_out=claim.ruled_out
-                )
+                cannot = claim.cannot(found.experts)
+                verdict = judge(claim.check, found, claim.derive, size=claim.size, ceiling=ceiling, ruled_out=cannot)
                 row = _row(claim, verdict)
                 row |= {name: value for name, value in asdict(found).items() if fresh or name != "curves"}
             yield {**row, "seconds": seconds if fresh else 0.0}

@@ -63,6 +63,7 @@ class Samples:
             traces: number of independent traces (default: of all).
         """
         measured = self._bench.on(list(self.traces.values()))
+        spec = next(iter(self.traces.values())).spec
         return ExperimentResult(
             values=self.values,
             what=what,
@@ -72,4 +73,5 @@ class Samples:
             axes=axes,
             exact=exact,
             traces=len(self.traces) if traces is None else traces,
+            experts=(spec.num_experts, max(spec.top_k_L)),
         )

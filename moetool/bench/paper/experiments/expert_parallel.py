@@ -1,13 +1,12 @@
-"""Batches on a cluster in expert parallelism, under DIRECTOR's modes: its testbed, simulated in rounds."""
+"""Batches on a cluster in expert parallelism, under DIRECTOR's modes: its testbed, simulated in lockstep."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
-from moetool.base import config
 from moetool.base.errors import UsageError
 from moetool.base.types import Cluster, Gpu, Server
 from moetool.bench.experiment_figure import ExperimentResult
@@ -16,17 +15,25 @@ from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench
 from moetool.costing.machines import NamedMachine, NamedModel
-from moetool.placement.planner import quick_options
-from moetool.simulation.placement_control import find_mode
-from moetool.simulation.simulate import ModeInputs, SimulationInputs, read_world, simulate
+from moetool.placement import planner
+from moetool.placement.decide import InForce, ReplacementCosts, Replanner
+from moetool.placement.demand import Demand
+from moetool.placement.planner import Problem
+from moetool.simulation.lockstep import RankMachines
+from moetool.simulation.lockstep_serving import LockstepServing, ServingOptions
+from moetool.simulation.placement_control import PlacementDecisions, find_mode
+from moetool.simulation.rank_seconds import AssumedRank, mean_row_s
+from moetool.simulation.simulate import sized
+from moetool.simulation.simulated_costs import planning_latency
 from moetool.simulation.simulation_options import SimulationOptions
-from moetool.simulation.simulation_results import Simulated
+from moetool.simulation.workload import RequestSource, Route, SimulatedRequest, read_source
 from moetool.trace.reader import Trace
 
 _WHAT = {
-    "latency": "mean latency per request",
+    "latency": "mean latency of a batch",
+    "prefill": "mean latency of a batch's steps with prompt tokens",
     "throughput": "served",
-    "unevenness": "standard deviation of the latency of rounds",
+    "unevenness": "standard deviation of the latency of batches",
 }
 _LATENCY_S = 5e-6  # of a link between nodes
 
@@ -39,51 +46,59 @@ class ModeRun:
 
     Attributes:
         mode: placement mode.
-        options: options of the mode's planner, in addition to those for planning between rounds.
-        lookahead, migrate, planning: as in `moetool simulate`.
+        options: options of the mode's planner, in addition to those for planning between batches.
+        predictor: predictor of the queue's routing from its prompts, trained on other requests; empty: the true one.
+        migrate, planning: as in `moetool simulate`.
     """
 
     mode: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    lookahead: str = "true"
+    predictor: str = ""
     migrate: str = "overlap"
     planning: str = "free"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of the experiment.
+    """Options of the experiment. The defaults are its base cell.
 
     Attributes:
-        data: prompt sets, mixed; given traces replace them.
+        data: prompt sets, each a task; given traces replace them.
         machine, model: from `recipes/machines` and `recipes/models`: costs of compute, links and moves.
-        batch: number of identically routed requests that each simulated one represents.
+        composition: tasks of a batch: `mixed`, drawn for each request; `one task`, another for each batch; `drift`,
+            from the first task to the last over the run.
+        seats: requests of a batch per GPU.
+        batches: batches of a run; the first does not count.
+        new_tokens: most decoded tokens of a request.
+        prompt_tokens: most tokens of a prompt (0: no limit).
+        roofline: reads of weights and arithmetic overlap.
         gpus: sizes of the cluster; a node has as many as the machine.
-        room: capacity of all GPUs, as a multiple of the experts.
+        room: capacity of all GPUs, as a multiple of the experts; 1: no replicas.
         runs: lines by name.
         ways: by name, rates in bytes per second at which a GPU receives experts; 0: over the GPUs' links, shared with
             tokens.
         plan_s: seconds per planning, if a run charges it (0: measured CPU time).
-        arrivals: see `moetool simulate`.
-        measure: mean `latency`, `throughput` in tokens per second, `unevenness`, the standard deviation of the latency
-            of rounds.
-        rounds: rounds of one request per GPU; 0: as many as the sizes' requests allow.
-        simulation: see `moetool simulate`.
+        predict_share: share of a batch's seconds for a prediction, if a run charges planning.
+        measure: milliseconds of a batch (`latency`) or of its steps with prompt tokens (`prefill`), `throughput` in
+            tokens per second, `unevenness`, the standard deviation of the batches' latency.
     """
 
     data: tuple[str, ...]
     machine: str
     model: str
-    batch: int = 16
+    composition: Literal["mixed", "one task", "drift"] = "mixed"
+    seats: int = 4
+    batches: int = 9
+    new_tokens: int = 64
+    prompt_tokens: int = 0
+    roofline: bool = False
     gpus: tuple[int, ...] = (8,)
-    room: float = 1.25
+    room: float = 1.0
     runs: Mapping[str, ModeRun]
     ways: Mapping[str, float] = field(default_factory=lambda: {"GPU links": 0.0})
     plan_s: tuple[float, ...] = (0.0,)
-    arrivals: str = "every:100us"
-    measure: Literal["latency", "throughput", "unevenness"] = "latency"
-    rounds: int = 0
-    simulation: Mapping[str, Any] = field(default_factory=dict)
+    predict_share: float = 0.0
+    measure: Literal["latency", "prefill", "throughput", "unevenness"] = "latency"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,62 +112,70 @@ class _Case:
     x: float
 
 
-def run(bench: Workbench, options: Options) -> ExperimentResult:
-    """Serve rounds of one request per GPU in every mode, with another trace per seed and offline placement from others.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRoutes:
+    """Routes of a seed: of each task those that are served, and the other requests of all tasks, for placements."""
 
-    Source: DIRECTOR § VIII-B and -C. All modes but uniform use one planner with the same effort.
+    traces: list[Trace]
+    served: list[list[Route]]
+    history: list[Route]
+
+
+def run(bench: Workbench, options: Options) -> ExperimentResult:
+    """Serve batches from a full queue in every mode, with other requests for each seed than placements are made from.
+
+    Source: DIRECTOR § VIII-B and -C. All modes but uniform use one planner with the same effort; the paper's offline
+    baseline, MoETuner, is not implemented.
 
     Raises:
         UsageError: an unknown machine or model, or GPUs without links.
+        CannotTestError: no request has as many tokens to decode.
     """
     choice = MachineChoice(machine=options.machine, model=options.model)
     machine, model = choice.read()
     machine = machine.linked(bench.machine.links)
-    costs = simulated_costs(choice.assumed(), options.batch)
+    costs = AssumedRank(costs=simulated_costs(choice.assumed()), roofline=options.roofline, name=machine.name)
     samples = Samples(bench)
     cases = list(_cases(options, model, bench.machine.links))
-    swept = len(cases) > 1
     for seed in bench.seeds:
-        trace, learned = bench.trace(options.data, fold=seed), bench.others(options.data, seed)
-        samples.use(trace)
+        key = f"tasks {options.data} {options.new_tokens} {options.prompt_tokens} {seed}"
+        tasks: TaskRoutes = bench.once(key, partial(tasks_of, bench, options, seed))
+        samples.use(*tasks.traces)
         lines: dict[str, list[tuple[float, float]]] = {}
         for case in cases:
-            base = _simulation(options, model, case, seed)
-            cluster = _cluster(trace, machine, model, options, case)
-            world = _world(trace, learned, cluster, base)
-            count = options.rounds * case.gpus or max(case.gpus, bench.sizes.requests // case.gpus * case.gpus)
+            cluster = _cluster(tasks.traces[0], machine, model, options, case)
+            queue = draw_queue(tasks.served, options, case.gpus, seed)
             for label, one in options.runs.items():
-                chosen = replace(base, lookahead=one.lookahead, migrate=one.migrate, planning=one.planning)
-                make = partial(
-                    simulate,
-                    world,
-                    one.mode,
-                    options.arrivals,
-                    count,
-                    chosen,
-                    costs=costs,
-                    inputs=ModeInputs(options={**quick_options(find_mode(one.mode).planner), **one.options}),
-                )
                 same = replace(options, measure="latency", runs={}, gpus=(), ways={}, plan_s=())
-                found = bench.once(
-                    f"rounds {same} {case.gpus} {case.way_bytes_s} {trace.path} {count} {one} {chosen}", make
-                )
-                value = _measure(found, options.measure)
+                key = f"lockstep {same} {case.gpus} {case.way_bytes_s} {case.plan_s} {seed} {one}"
+                setting = _Setting(cluster, costs, model, tasks, queue, seed)
+                serving: LockstepServing = bench.once(key, partial(_serve, bench, options, one, case, setting))
+                value = _measure(serving, options.measure)
                 samples.add(label + case.words, value)
                 lines.setdefault(label, []).append((case.x, value))
-                if not swept:
-                    ends = sorted(_rounds(found))
-                    samples.draw(label, range(1, len(ends) + 1), (1e3 * seconds for _, seconds in ends))
-        if swept:
+                if len(cases) == 1:
+                    seconds = [1e3 * batch.seconds for batch in serving.batches]
+                    samples.draw(label, range(1, len(seconds) + 1), seconds)
+        if len(cases) > 1:
             for label, points in lines.items():
                 samples.draw(label, *zip(*sorted(points), strict=True))
-    on = f"rounds of one request per GPU, with costs of {model.name} on {machine.name}"
+    on = f"batches of {options.seats} requests per GPU in lockstep, with costs of {model.name} on {machine.name}"
     what, unit = _WHAT[options.measure], "tokens/s" if options.measure == "throughput" else "ms"
-    axes = ("round", "latency of the round, ms")
-    if swept:
+    axes = ("batch", "latency of the batch, ms")
+    if len(cases) > 1:
         along = "migration time per expert, µs" if len(options.ways) > 1 else "planning time, ms"
         axes = ("GPUs" if len(options.gpus) > 1 else along, f"{what}, {unit}")
-    return samples.found(what, unit, on, axes=axes)
+    return samples.found(what, unit, on, axes=axes, traces=len(bench.seeds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    cluster: Cluster
+    costs: AssumedRank
+    model: NamedModel
+    tasks: TaskRoutes
+    queue: list[Route]
+    seed: int
 
 
 def _cases(options: Options, model: NamedModel, links: float) -> Iterator[_Case]:
@@ -179,36 +202,106 @@ def _cases(options: Options, model: NamedModel, links: float) -> Iterator[_Case]
                 )
 
 
-def _simulation(options: Options, model: NamedModel, case: _Case, seed: int) -> SimulationOptions:
-    return config.parse(
-        SimulationOptions,
-        {
-            "token_bytes": round(2 * model.hidden * options.batch),
-            "expert_bytes": model.expert_bytes,
-            **options.simulation,
-            "copies": "host" if case.way_bytes_s else "links",
-            "plan_s": case.plan_s,
-            "mode": "ep",
-            "admission": "rounds",
-            "split": 1.0,
-            "seed": seed,
-        },
-        "simulation",
+def tasks_of(bench: Workbench, options: Options, seed: int) -> TaskRoutes:
+    """Parts of the requests of each task: one is served, placements are made from the others."""
+    parts = len(bench.seeds)
+    model = MachineChoice(machine=options.machine, model=options.model).read()[1]
+    simulated = SimulationOptions(expert_bytes=model.expert_bytes)
+    traces, served, history = [], [], []
+
+    def read(trace: Trace, part: int | None) -> list[Route]:
+        spec = sized(trace.spec, simulated)
+
+        def uses(place: int) -> bool:
+            return part is None or (place % parts == part)
+
+        source = read_source(trace, uses, options.prompt_tokens, max(1, options.new_tokens))
+        return _routes(spec, source, options.new_tokens)
+
+    if bench.given:
+        for trace in bench.by_server(()).values():
+            traces.append(trace)
+            served.append(read(trace, seed))
+            history += [route for part in range(parts) if part != seed for route in read(trace, part)]
+    else:
+        for name in options.data:
+            each = [bench.trace((name,), fold=part, new_tokens=max(1, options.new_tokens)) for part in range(parts)]
+            traces.append(each[seed])
+            served.append(read(each[seed], None))
+            history += [route for part, trace in enumerate(each) if part != seed for route in read(trace, None)]
+    longest = max(route.new_tokens for routes in served for route in routes)
+    if longest < options.new_tokens // 2:
+        raise CannotTestError(f"requests decode {longest} tokens at most, expected {options.new_tokens}")
+    return TaskRoutes(traces=traces, served=served, history=history or [route for routes in served for route in routes])
+
+
+def _routes(spec: Any, source: RequestSource, new_tokens: int) -> list[Route]:
+    return [
+        Route(spec=spec, prompt_TS=prompt_TS, reply_TS=reply_TS[:new_tokens], token_id_T=ids_T)
+        for prompt_TS, reply_TS, ids_T in zip(source.prompts, source.replies, source.token_ids, strict=True)
+    ]
+
+
+def draw_queue(served: Sequence[Sequence[Route]], options: Options, gpus: int, seed: int) -> list[Route]:
+    """Draw the requests of all batches, with replacement."""
+    rng = np.random.default_rng(seed)
+    size, last = options.seats * gpus, len(served) - 1
+    turns = rng.permutation(len(served))
+    queue = []
+    for batch in range(options.batches):
+        at = batch / max(1, options.batches - 1) * last
+        for _ in range(size):
+            task = int(rng.integers(len(served)))
+            if options.composition == "one task":
+                task = int(turns[batch % len(turns)])
+            elif options.composition == "drift":
+                task = min(last, int(at) + int(rng.random() < at - int(at)))
+            queue.append(served[task][int(rng.integers(len(served[task])))])
+    return queue
+
+
+def _serve(bench: Workbench, options: Options, one: ModeRun, case: _Case, setting: _Setting) -> LockstepServing:
+    mode, cluster, spec = find_mode(one.mode), setting.cluster, setting.queue[0].spec
+    size = 2 * setting.model.hidden
+    batch = setting.queue[: options.seats * case.gpus]
+    latency = planning_latency(cluster, mean_row_s(setting.costs, batch), size, setting.costs.name)
+    own = {**planner.quick_options(mode.planner), **one.options}
+    tokens_GLE = np.zeros((case.gpus, spec.num_layers, spec.num_experts))
+    for number, route in enumerate(setting.tasks.history):
+        tokens_GLE[number % case.gpus] += route.calls_LE
+    demand = Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_GLE)
+    placed_GLE = planner.place(mode.planner, Problem(demand=demand, latency=latency, seed=setting.seed), own)
+    simulated = SimulationOptions(
+        migrate=one.migrate,
+        planning=one.planning,
+        plan_s=case.plan_s,
+        predict_share=options.predict_share,
+        copies="host" if case.way_bytes_s else "links",
     )
-
-
-def _world(trace: Trace, learned: Trace | None, cluster: Cluster, base: SimulationOptions) -> SimulationInputs:
-    """Requests of one trace, placements from another, or from every other request where there is none."""
-    names = [server.name for server in cluster.servers]
-    if learned is None:
-        return read_world(dict.fromkeys(names, trace), cluster, replace(base, split=0.5))
-    past = read_world(dict.fromkeys(names, learned), cluster, base)
-    world = read_world(dict.fromkeys(names, trace), cluster, base)
-    return replace(world, history=past.history, history_sources=past.history_sources)
+    predict = None
+    if one.predictor:
+        learned = bench.others(options.data, setting.seed) or setting.tasks.traces[0]
+        predictor = bench.predictor(one.predictor, learned)
+        predict = lambda route: predictor.workload(route.token_id_T.tolist(), options.new_tokens)  # noqa: E731
+    decisions = PlacementDecisions(
+        mode.sees,
+        InForce(spec=spec, cluster=cluster, placed_GLE=placed_GLE),
+        ReplacementCosts(latency=latency),
+        Replanner(planner=mode.planner, options=own, seed=setting.seed, weighs="latency", always=True),
+        simulated,
+        predict,
+    )
+    requests = [
+        SimulatedRequest(number=number, gpu=0, route=route, arrived_s=0.0) for number, route in enumerate(setting.queue)
+    ]
+    machines = RankMachines(spec=spec, cluster=cluster, seconds=setting.costs, token_bytes=size)
+    serving = LockstepServing(machines, requests, decisions, ServingOptions(seats=options.seats, static=True))
+    serving.run()
+    return serving
 
 
 def _cluster(trace: Trace, machine: NamedMachine, model: NamedModel, options: Options, case: _Case) -> Cluster:
-    """Nodes of equal GPUs; the last may have fewer."""
+    """Nodes of equal GPUs; the last may have fewer. Each GPU has its share of the node's network."""
     size, share = case.gpus, MachineChoice().link_share
     if size < 2:
         raise UsageError(f"{size} GPU, expected two or more")
@@ -225,29 +318,19 @@ def _cluster(trace: Trace, machine: NamedMachine, model: NamedModel, options: Op
         )
         for n, first in enumerate(range(0, size, machine.gpus))
     )
-    return Cluster(servers=servers, link_bytes_s=share * machine.node_link_bytes_s, link_latency_s=_LATENCY_S)
+    rate = share * machine.node_link_bytes_s / machine.gpus
+    return Cluster(servers=servers, link_bytes_s=rate, link_latency_s=_LATENCY_S)
 
 
-def _rounds(found: Simulated) -> list[tuple[float, float]]:
-    """Start and longest latency of each round in which all GPUs have a request.
-
-    The first request does not wait for others, so the first round has one request, and the last round the rest.
-    """
-    ends: dict[float, list[float]] = {}
-    for one in found.served:
-        ends.setdefault(one.started_s, []).append(one.finished_s)
-    whole = len(found.utilisation_G)
-    return [(began, max(end) - began) for began, end in ends.items() if len(end) == whole]
-
-
-def _measure(found: Simulated, measure: str) -> float:
-    """Tokens per second, or milliseconds."""
-    if measure == "latency":
-        return 1e3 * found.mean_s
+def _measure(serving: LockstepServing, measure: str) -> float:
+    """Tokens per second, or milliseconds; without the first batch, for which nothing could be placed ahead."""
+    batches = serving.batches[1:]
+    if measure == "prefill":
+        return 1e3 * float(np.mean([batch.prompts for batch in batches]))
+    seconds = [batch.seconds for batch in batches]
+    waited = [b.began_s - a.began_s - a.seconds for a, b in zip(serving.batches, batches, strict=False)]
+    whole = np.array(seconds) + waited
     if measure == "throughput":
-        return found.tokens_per_s
-    rounds = sorted(_rounds(found))
-    whole = [seconds for _, seconds in rounds[1:]]  # the first follows a round of one request
-    if len(whole) < 2:
-        raise CannotTestError(f"rounds with a request for every GPU: {len(rounds)}, expected three or more")
-    return 1e3 * float(np.std(whole))
+        tokens = sum(one.route.prompt_tokens + one.route.new_tokens for one in serving.requests)
+        return tokens * len(batches) / len(serving.batches) / float(whole.sum())
+    return 1e3 * float(np.std(whole) if measure == "unevenness" else np.mean(whole))
