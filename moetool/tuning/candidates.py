@@ -222,7 +222,12 @@ class Candidates:
                     "candidate %s in %d bytes: %d slots, decode hit rate %.4f, %.0f bytes and %s s per token",
                     *(row.policy, budget, row.slots, row.decode.hit_rate, touched_bytes(row), tpot_s(row)),
                 )
-        return {budget: best(self._rows[budget]) for budget in budgets if self._rows[budget]}
+        return {budget: self._winner(self._rows[budget]) for budget in budgets if self._rows[budget]}
+
+    def _winner(self, rows: Sequence[ReplayRow]) -> ReplayRow:
+        """Return the best row. Where every expert has a slot, it is lru: policies differ in the first loads only."""
+        whole = [row for row in rows if row.policy == "lru" and row.slots >= self.trace.spec.total_experts]
+        return whole[0] if whole else best(rows)
 
     def worth_their_predictor(self, budget_bytes: int) -> "Candidates":
         """Return these candidates, without the predictor if its bytes are worth more as expert slots.

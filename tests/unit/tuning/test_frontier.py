@@ -15,7 +15,7 @@ from moetool.trace.reader import Trace
 from moetool.tuning.candidates import Candidates, best, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, least_budget
 from moetool.tuning.policy_tuning import PolicySetup, tune, untuned_setup
-from moetool.tuning.replay import ReplaySetup, decisions, replay
+from moetool.tuning.replay import ReplaySetup, decisions, replay, whole_bytes
 from tests import traces
 from tests.plans import choose_cache
 from tests.profiles import flat, make_profile
@@ -232,6 +232,14 @@ def test_tuning_looks_no_farther_than_the_trace(tmp_path: Path, monkeypatch: pyt
 def test_nothing_to_tune_changes_nothing(trace: Trace) -> None:
     plain = choose_cache(trace, 24_000, policies=["static_split"])
     assert choose_cache(trace, 24_000, policies=["static_split"], tuned=True) == plain
+
+
+def test_lru_is_chosen_where_every_expert_has_a_slot(trace: Trace) -> None:
+    whole = whole_bytes(trace)
+    names = ["static_split", "foresight", "lru", "lfu"]
+    chosen = candidates(trace, names=names).winners([whole - 1000, whole, 2 * whole])
+    assert chosen[whole].policy == chosen[2 * whole].policy == "lru"
+    assert candidates(trace, names=names[:2]).winners([whole])[whole].policy in names[:2]
 
 
 def test_times_are_read_with_their_unit() -> None:
