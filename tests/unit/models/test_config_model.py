@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from moetool.base import assets, families
 from moetool.base.errors import MismatchError, MoetoolError, UsageError
@@ -163,6 +165,16 @@ def test_weight_files_decide_the_layers_and_contradict_other_counts(tmp_path: Pa
         ({"decoder_sparse_step": -1}, MismatchError, "config.json"),
         ({"moe_layers": [93]}, MismatchError, 93),
         ({"moe_layers": "1,2"}, MismatchError, "config.json"),
+        ({"moe_layers": [1.0, 2.5]}, MismatchError, "moe_layers"),
+        ({"mlp_only_layers": ["0"]}, MismatchError, "mlp_only_layers"),
+        ({"expert_layer_period": "2"}, MismatchError, "expert_layer_period"),
+        ({"zero_expert_num": "x"}, MismatchError, "zero_expert_num"),
+        ({"zero_expert_num": -6}, MismatchError, "zero_expert_num"),
+        ({"num_shared_experts": "two"}, MismatchError, "num_shared_experts"),
+        ({"num_shared_experts": float("inf")}, MismatchError, "num_shared_experts"),
+        ({"n_group": "a"}, MismatchError, "n_group"),
+        ({"moe_router_activation_func": ["sigmoid"]}, MismatchError, "moe_router_activation_func"),
+        ({"moe_renormalize": "false"}, MismatchError, "moe_renormalize"),
     ],
 )
 def test_numbers_that_are_wrong_or_missing(
@@ -171,6 +183,61 @@ def test_numbers_that_are_wrong_or_missing(
     text = {name: value for name, value in {**KIMI_K3["text_config"], **changed}.items() if value is not None}  # type: ignore[dict-item]
     with refused(error, fact):
         shape_of(str(_write(tmp_path, {**KIMI_K3, "text_config": text})))
+
+
+_SMALL = {
+    **{"model_type": "qwen9_moe", "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2},
+    **{"hidden_size": 64, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+}
+
+
+def _experts(prefix: str, layers: range, experts: int = 8) -> list[str]:
+    return [f"{prefix}.{layer}.mlp.experts.{e}.up_proj.weight" for layer in layers for e in range(experts)]
+
+
+@pytest.mark.parametrize("further", ["mtp.layers.0", "mtp.layers.1", "model.mtp.layers.2", "vision_tower.layers.1"])
+def test_only_the_language_model_has_its_experts(further: str, tmp_path: Path) -> None:
+    prefix, layer = further.rsplit(".", 1)
+    others = _experts(prefix, range(int(layer), int(layer) + 1), 4 if "vision" in prefix else 8)
+    ours = _experts("model.layers", range(1, 4))
+    save_file({name: torch.zeros(4, 4, dtype=torch.bfloat16) for name in ours + others}, tmp_path / "model.safetensors")
+    spec, _ = shape_of(str(_write(tmp_path, _SMALL)))
+    assert spec.layer_ids_L == (1, 2, 3) and spec.expert_bytes_L == (32,) * 3
+
+
+def test_experts_that_only_draft_tell_nothing_of_others(tmp_path: Path) -> None:
+    """Experts of the language model lie in one tensor here."""
+    fused = {f"model.layers.{n}.mlp.experts.gate_up_proj": torch.zeros(8, 4, 4) for n in range(1, 4)}
+    drafting = {name: torch.zeros(4, 4) for name in _experts("mtp.layers", range(1))}
+    save_file(fused | drafting, tmp_path / "model.safetensors")
+    model = open_shape(str(_write(tmp_path, _SMALL)))
+    assert isinstance(model, ConfigModel) and model.origin == "estimated from its config"
+    assert model.spec.layer_ids_L == (1, 2, 3) and set(model.spec.expert_bytes_L) == {3 * 64 * 32 * 2}
+
+
+def test_experts_without_weights_are_not_stored(tmp_path: Path) -> None:
+    names = _experts("model.layers", range(1, 4))
+    save_file({name: torch.zeros(4, 4, dtype=torch.bfloat16) for name in names}, tmp_path / "model.safetensors")
+    spec, _ = shape_of(str(_write(tmp_path, {**_SMALL, "zero_expert_num": 2})))
+    assert set(spec.num_experts_L) == {10} and set(spec.expert_bytes_L) == {32}
+    with refused(MismatchError, tmp_path, 8, 7):
+        shape_of(str(_write(tmp_path, {**_SMALL, "num_experts": 7, "zero_expert_num": 1})))
+
+
+def test_both_names_of_the_data_type_count(tmp_path: Path) -> None:
+    sizes = [
+        shape_of(str(_write(tmp_path, {**_SMALL, **named})))[0].slot_bytes
+        for named in ({}, {"dtype": "float32"}, {"torch_dtype": "float32"})
+    ]
+    assert sizes[1:] == [2 * sizes[0]] * 2
+
+
+@pytest.mark.parametrize(("named", "warned"), [("relu_norm", True), ("sigmoid", False)])
+def test_an_unknown_score_function_is_softmax_with_a_warning(
+    named: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, _ = shape_of(str(_write(tmp_path, {**_SMALL, "scoring_func": named})))
+    assert spec.score_function == ("softmax" if warned else named) and (named in caplog.text) == warned
 
 
 def test_an_unknown_storage_leaves_the_size_open(tmp_path: Path) -> None:
