@@ -19,9 +19,10 @@ DEPTH = 64
 """Limit of nesting in TOML, below the depth at which recursive code (dataclasses, pydantic) fails."""
 
 _HEAD_BYTES = 512
+_WEB_PAGE = rb"(?i)\s*<(!doctype\s+html|html\b)"
 _SUBSTITUTES = (
     (rb"version https://git-lfs\.github\.com/spec/", "is a Git LFS pointer; run 'git lfs pull' in its directory"),
-    (rb"(?i)\s*<(!doctype\s+html|html\b)", "is a web page; it says why the file itself was not downloaded"),
+    (_WEB_PAGE, "is a web page; it says why the file itself was not downloaded"),
     (rb"\0{512}", "begins with zeros, as a download does that is not complete; finish the download"),
 )
 """Beginnings of files that stand for other ones."""
@@ -50,7 +51,7 @@ def require_regular(path: Path) -> int:
 
 
 def require_itself(path: Path) -> None:
-    """Refuse a file that stands for another one; other kinds of paths pass.
+    """Refuse a file that stands for another one; other kinds of paths pass, and web pages as plain text (`.txt`).
 
     Raises:
         MismatchError: it is a Git LFS pointer, a web page in place of a download, or zeros where a download is missing.
@@ -63,7 +64,7 @@ def require_itself(path: Path) -> None:
 
 def _require_itself(path: Path, head: bytes) -> None:
     for pattern, problem in _SUBSTITUTES:
-        if re.match(pattern, head):
+        if re.match(pattern, head) and not (pattern is _WEB_PAGE and path.suffix.lower() == ".txt"):
             raise MismatchError(f"{path} {problem}")
 
 

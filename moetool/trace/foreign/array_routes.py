@@ -85,6 +85,7 @@ def routes(path: Path, pack: Mapping[str, Any], arrays: ArrayRoutes, facts: Mode
         blank_BT = blank_BT | (_beside(path, present, pack[present], batch, length) == 0)
     elif batch > 1 and not blank_BT.any():
         _require_unpadded(path, ids_BT, prompts_B)
+        notes = [*notes, f"no attention_mask: all {length:,} tokens of each of {batch:,} sequences count, padding too"]
     begin_B = (~blank_BT).argmax(axis=1)  # of the prompt, after the padding at its left
     if blank_BT.any():
         notes = [*notes, f"{int(blank_BT.sum()):,} tokens without experts (blank or padding) left out"]
@@ -134,17 +135,21 @@ def routes(path: Path, pack: Mapping[str, Any], arrays: ArrayRoutes, facts: Mode
 
 
 def _require_unpadded(path: Path, ids_BT: np.ndarray | None, prompts_B: list[int] | None) -> None:
-    """Raise MismatchError if the sequences of a batch may be padded at their left, which only a mask tells."""
+    """Raise MismatchError if ids or prompts look padded: a token twice at an end, or prompts of several lengths.
+
+    A single padding token, or padding of sequences without ids, looks like text.
+    """
     found = ""
-    twice: Any = [] if ids_BT is None or ids_BT.shape[1] < 2 else np.flatnonzero(ids_BT[:, 0] == ids_BT[:, 1])
-    if ids_BT is not None and len(twice):
-        found = f"sequence {twice[0]} begins with token {ids_BT[twice[0], 0]} twice"
-    elif prompts_B is not None and len(set(prompts_B)) > 1:
-        found = f"the prompts have {min(prompts_B)} to {max(prompts_B)} tokens"
+    if ids_BT is not None and ids_BT.shape[1] > 1:
+        for verb, at, next_to in (("begins", 0, 1), ("ends", -1, -2)):
+            for sequence in np.flatnonzero(ids_BT[:, at] == ids_BT[:, next_to])[:1]:
+                found = found or f"sequence {sequence} {verb} with token {ids_BT[sequence, at]} twice"
+    if prompts_B is not None and len(set(prompts_B)) > 1:
+        found = found or f"the prompts have {min(prompts_B)} to {max(prompts_B)} tokens"
     if found:
         raise MismatchError(
-            f"{path} has no attention_mask and {found}: whether padding comes first cannot be told; add the mask, "
-            "1 for each token and 0 for padding"
+            f"{path} has no attention_mask and {found}: padding cannot be told from text; add the mask, 1 for each "
+            "token and 0 for padding"
         )
 
 

@@ -63,6 +63,17 @@ def test_a_file_that_stands_for_another_is_named_for_what_it_is(
         read(tmp_path)
 
 
+@pytest.mark.parametrize("page", [PAGE, b"  <html><body>What is wrong here?</body></html>\n"])
+def test_a_text_prompt_may_be_a_web_page(page: bytes, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(page)
+    (prompt,) = gather([str(tmp_path / "p.txt")]).prompts
+    assert prompt.text == page.decode().rstrip()
+    for content, fact in ((POINTER, "git lfs pull"), (HOLE, "zeros")):
+        (tmp_path / "p.txt").write_bytes(content)
+        with refused(MismatchError, tmp_path / "p.txt", fact):
+            gather([str(tmp_path / "p.txt")])
+
+
 def test_a_trace_of_pointers(tmp_path: Path) -> None:
     synthetic_routes.write_trace(tmp_path / "t", num_requests=1)
     (tmp_path / "t" / "requests.parquet").write_bytes(POINTER)

@@ -156,8 +156,8 @@ def test_a_prompt_begins_after_the_padding_at_its_left(tmp_path: Path) -> None:
         assert (rows.phase_T == 0).tolist() == [i < prompt for i in range(TOKENS[name])]
 
 
-def _left_padded() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Experts, ids and mask of two sequences, the first behind three columns of padding."""
+def _padded() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Experts, ids and mask of two sequences, the first with three columns of padding at its left."""
     rng = np.random.default_rng(0)
     experts = np.argsort(rng.random((2, 10, 3, EXPERTS)), axis=-1)[..., :2]
     ids = np.arange(20).reshape(2, 10)
@@ -166,9 +166,10 @@ def _left_padded() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return experts, ids, mask
 
 
+@pytest.mark.parametrize("at_right", [False, True])
 @pytest.mark.parametrize("beside", ["input_ids", "prompt_lengths"])
-def test_padding_that_cannot_be_told_is_said_and_a_mask_tells_it(beside: str, tmp_path: Path) -> None:
-    experts, ids, mask = _left_padded()
+def test_padding_that_cannot_be_told_is_said_and_a_mask_tells_it(beside: str, at_right: bool, tmp_path: Path) -> None:
+    experts, ids, mask = (part[:, ::-1] if at_right else part for part in _padded())
     more = {"input_ids": ids} if beside == "input_ids" else {"prompt_lengths": [2, 5]}
     np.savez(tmp_path / "f.npz", routed_experts=experts, **more)
     with refused(MismatchError, tmp_path / "f.npz", "attention_mask"):
@@ -179,7 +180,7 @@ def test_padding_that_cannot_be_told_is_said_and_a_mask_tells_it(beside: str, tm
 
 
 def test_blank_rows_tell_the_padding_and_equal_prompts_have_none(tmp_path: Path) -> None:
-    experts, ids, mask = _left_padded()
+    experts, ids, mask = _padded()
     blank = np.where(mask[..., None, None] == 1, experts, -1)
     np.savez(tmp_path / "blank.npz", routed_experts=blank, prompt_lengths=[2, 5])
     import_trace([tmp_path / "blank.npz"], None, tmp_path / "b", settings={"num_experts": EXPERTS})
@@ -190,10 +191,13 @@ def test_blank_rows_tell_the_padding_and_equal_prompts_have_none(tmp_path: Path)
     for name, more in (("ids", {"input_ids": ids}), ("same", {"prompt_lengths": [4, 4]}), ("bare", {})):
         np.savez(tmp_path / f"{name}.npz", routed_experts=experts, **more)
         made = import_trace([tmp_path / f"{name}.npz"], None, tmp_path / name, settings={"num_experts": EXPERTS})
-        assert made.tokens == 20
+        assert made.tokens == 20 and any("attention_mask" in note for note in made.notes)
+    np.savez(tmp_path / "mask.npz", routed_experts=experts, attention_mask=np.ones_like(mask))
+    made = import_trace([tmp_path / "mask.npz"], None, tmp_path / "mask", settings={"num_experts": EXPERTS})
+    assert made.tokens == 20 and not any("attention_mask" in note for note in made.notes)
 
 
 def test_one_sequence_may_begin_with_a_token_twice(tmp_path: Path) -> None:
-    experts, ids, _ = _left_padded()
+    experts, ids, _ = _padded()
     np.savez(tmp_path / "f.npz", routed_experts=experts[:1], input_ids=ids[:1], prompt_lengths=[4])
     assert import_trace([tmp_path / "f.npz"], None, tmp_path / "t", settings={"num_experts": EXPERTS}).tokens == 10
