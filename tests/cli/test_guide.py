@@ -21,6 +21,13 @@ def test_topics_are_listed_with_their_titles(run: Run) -> None:
     assert code == 0 and all(topic in out for topic in listed)
 
 
+def test_lines_of_prose_have_at_most_120_columns() -> None:
+    for page in (files("moetool") / "guide").iterdir():
+        prose = page.read_text(encoding="utf-8").split("\n```")[::2] if page.name.endswith(".md") else []
+        lines = [line for part in prose for line in part.splitlines() if not line.startswith("|")]
+        assert [line for line in lines if len(line) > 120] == [], page.name
+
+
 def test_a_topic_is_printed_as_markdown_when_piped(run: Run) -> None:
     code, out, _ = run("traces")
     assert code == 0 and out == (files("moetool") / "guide" / "traces.md").read_text(encoding="utf-8")
