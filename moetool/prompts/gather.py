@@ -85,11 +85,12 @@ class Prompt:
         if not self.messages or not tokenizer.chat_template:
             ids: list[int] = tokenizer(self.text)["input_ids"]
             return ids
-        from jinja2 import TemplateError
+        from moetool.prompts.messages import fit_template
 
         try:
-            text = tokenizer.apply_chat_template(list(self.messages), tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError) as error:  # a template may raise anything on unexpected input
+            messages = fit_template(self.messages, tokenizer.get_chat_template())
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template may raise anything on unexpected input
             raise MismatchError(
                 f"the model's chat template refuses prompt {self.prompt_id} of {self.dataset}: {first_line(error)}"
             ) from error

@@ -1,7 +1,10 @@
 """Messages of a chat in OpenAI's form, as the server's requests and files of prompts have them."""
 
+import hashlib
 import json
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -30,6 +33,34 @@ def _unicode(value: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_unicode)]
+
+MAX_DEPTH = 100
+"""Limit of nesting in JSON values, below the depth at which templates, schemas and answers fail."""
+
+
+def as_plain_json(value: Any) -> Any:
+    """Return a parsed JSON value that can be written again. Raises: ValueError: it cannot."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        if not level:
+            return value
+        inner: list[Any] = []
+        for item in level:
+            match item:
+                case dict():
+                    inner += [*item, *item.values()]
+                case list():
+                    inner += item
+                case str():
+                    _unicode(item)
+                case float() if not math.isfinite(item):
+                    raise ValueError(f"has the number {item}, which JSON lacks")
+        level = inner
+    raise ValueError(f"is nested deeper than {MAX_DEPTH} levels")
+
+
+JsonValue = Annotated[Any, AfterValidator(as_plain_json)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(as_plain_json)]
 
 
 class Only:
@@ -115,8 +146,8 @@ class ChatMessage(RequestBody):
 
     @model_validator(mode="after")
     def _require_content(self) -> Self:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message needs content, or tool_calls of the assistant")
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise ValueError(f"a message of the role {self.role} needs content")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only messages of the assistant may have tool_calls")
         return self
@@ -141,6 +172,75 @@ def for_template(message: ChatMessage) -> dict[str, Any]:
             made["thinking"] = message.reasoning_content
     named = {"tool_call_id": message.tool_call_id, "name": message.name}
     return made | {name: value for name, value in named.items() if value is not None and message.role == "tool"}
+
+
+def fit_template(messages: Iterable[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Return messages in the form of templates, as this one takes their calls.
+
+    A template that shows only the first call of a message (gpt-oss, Llama 3.1) gets a message for each call, followed
+    by its result. One that checks for ids of nine characters (Mistral) gets such ids, and one that appends arguments
+    to its text (DeepSeek) gets them as text.
+    """
+    fitted = list(messages)
+    if "tool_calls[0]" in template and not re.search(r"\bfor\s+\w+\s+in\s[^%]*tool_calls", template):
+        fitted = list(_one_call_each(fitted))
+    if re.search(r"id\s*\|\s*length\s*[!=]=\s*9\b", template):
+        fitted = list(_with_short_ids(fitted))
+    if re.search(r"arguments['\"]?\]?\s*\+", template):
+        fitted = [_with_text_arguments(message) for message in fitted]
+    return fitted
+
+
+def _one_call_each(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        calls = message.get("tool_calls", [])
+        if len(calls) < 2:
+            yield message
+            continue
+        results: list[dict[str, Any]] = []
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.append(messages[at])
+            at += 1
+        for call in calls:
+            yield message | {"tool_calls": [call]}
+            message = {"role": "assistant", "content": ""}
+            own = (result for result in results if result.get("tool_call_id") in (call["id"], None))
+            if (result := next(own, None)) is not None:
+                results.remove(result)
+                yield result
+        yield from results
+
+
+def _with_short_ids(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    unanswered: list[str] = []  # ids of the last calls, for results without one
+    for at, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            calls = [call | {"id": _short_id(call["id"] or f"{at}.{number}")} for number, call in enumerate(calls)]
+            unanswered = [call["id"] for call in calls]
+            yield message | {"tool_calls": calls}
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            short = _short_id(given or (unanswered[0] if unanswered else str(at)))
+            unanswered = [id for id in unanswered if id != short]
+            yield message | {"tool_call_id": short}
+        else:
+            yield message
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = []
+    for call in message.get("tool_calls", ()):
+        given = call["function"]["arguments"]
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": text}})
+    return message | {"tool_calls": calls} if calls else message
+
+
+def _short_id(id: str) -> str:
+    return id if re.fullmatch(r"[a-zA-Z0-9]{9}", id) else hashlib.sha256(id.encode()).hexdigest()[:9]
 
 
 def as_template_arguments(text: Any) -> Any:

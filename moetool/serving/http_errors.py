@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moetool.base.errors import CapacityError, MoetoolError, UsageError
 from moetool.runtime.request import Unavailable
+from moetool.serving.json_stream import as_unicode
 
 MAX_SKIPPED_BYTES = 64 * 2**20
 """Bytes of an oversized body to read, so that its sender reads the answer."""
@@ -65,6 +66,7 @@ def error_object(
     message: str, status: int, param: str | None = None, code: str | None = None, *, path: str = ""
 ) -> dict[str, Any]:
     """Return the body of an error to a request for this path."""
+    message, param = as_unicode(message), None if param is None else as_unicode(param)
     if path.startswith("/v1/messages"):
         kind = _MESSAGES_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
         # Clients of Anthropic know this error, which has no code, by these words.

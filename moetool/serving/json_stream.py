@@ -7,6 +7,11 @@ class Malformed(Exception):
     """The text does not follow the format."""
 
 
+def as_unicode(text: str) -> str:
+    """Return a text with a replacement for each half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 class TextBuffer:
     """Text that has arrived and was not consumed yet.
 

@@ -1,13 +1,16 @@
 """The answers of Anthropic's Messages protocol: whole, and as events."""
 
 import json
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moetool.base.errors import MoetoolError
+from moetool.prompts.messages import as_plain_json
 from moetool.serving.generation import TextPiece
 from moetool.serving.http_errors import describe
+from moetool.serving.json_stream import as_unicode
 from moetool.serving.replies import Json, PartsReply, ReplySetup, event_of
 
 
@@ -24,6 +27,11 @@ class MessagesReply(PartsReply):
 
     def whole(self, pieces: Sequence[Sequence[TextPiece]], num_generated: int, num_reused: int) -> Json:
         self.assemble(pieces[0])
+        for number, block in enumerate(self._blocks):
+            if isinstance(text := block.get("input"), str):
+                call = f'{{"name": {json.dumps(block["name"], ensure_ascii=False)}, "arguments": {text}}}'
+                cut = self.last.finish == "length" and block is self._blocks[-1]
+                self._blocks[number] = block | {"input": {}} if cut else {"type": "text", "text": call}
         return self._message(self._usage(num_generated, num_reused)) | self._reason()
 
     def opening(self) -> Iterator[str]:
@@ -58,7 +66,7 @@ class MessagesReply(PartsReply):
 
     def end_part(self, text: str) -> Iterator[str]:
         block = self._blocks[-1]
-        block |= {"input": _object(text)} if block["type"] == "tool_use" else {block["type"]: text}
+        block |= {"input": _arguments(text)} if block["type"] == "tool_use" else {block["type"]: text}
         yield _event("content_block_stop", index=len(self._blocks) - 1)
 
     def _message(self, usage: Json) -> Json:
@@ -66,7 +74,7 @@ class MessagesReply(PartsReply):
         return {**head, "content": self._blocks, "stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def _reason(self) -> Json:
-        reason = "tool_use" if self.num_calls else "end_turn"
+        reason = "tool_use" if any(block["type"] == "tool_use" for block in self._blocks) else "end_turn"
         if self.last.stop is not None:
             reason = "stop_sequence"
         elif self.last.finish == "length":
@@ -86,10 +94,30 @@ def _event(name: str, /, **fields: Any) -> str:
     return event_of({"type": name, **fields}, name)
 
 
-def _object(text: str) -> Json:
-    """Return the arguments of a call; empty where the answer ends within them."""
+def _arguments(text: str) -> Json | str:
+    """Return the arguments of a call, without values that no JSON can have; the text where they are no object."""
     try:
-        value = json.loads(text)
+        value = json.loads(text.strip() or "{}", parse_float=_finite, parse_constant=_refuse, object_pairs_hook=_object)
+        as_plain_json(value)
     except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return text
+    return {} if value is None else value if isinstance(value, dict) else text
+
+
+def _finite(number: str) -> float:
+    """Return a number as many parsers do: the largest one for 1e999."""
+    return min(max(float(number), -sys.float_info.max), sys.float_info.max)
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Json:
+    return {as_unicode(key): _unicode(value) for key, value in pairs}
+
+
+def _unicode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unicode(item) for item in value]
+    return as_unicode(value) if isinstance(value, str) else value

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from moetool.prompts.messages import MAX_TOOLS, Only, RequestBody, Text, join_turns
-from moetool.serving.request_schema import MAX_STOP_LENGTH, MAX_STOPS, ChatRequest, JsonSchema
+from moetool.prompts.messages import MAX_TOOLS, JsonObject, Only, RequestBody, Text, join_turns
+from moetool.serving.request_schema import MAX_STOP_LENGTH, MAX_STOPS, ChatRequest, FunctionName, JsonSchema
 
 _BILLING = "x-anthropic-billing-header:"
 """Beginning of a text among the instructions that is not meant for the model, and differs between versions."""
@@ -47,7 +47,7 @@ class ToolUseBlock(RequestBody):
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: dict[str, Any] = Field(default={})
+    input: JsonObject = Field(default={})
 
 
 TextBlocks = Annotated[
@@ -81,9 +81,9 @@ class MessagesTool(RequestBody):
     """A function that the model may call."""
 
     type: Annotated[Any, Only("custom")] = None
-    name: Text
+    name: FunctionName
     description: Text | None = None
-    input_schema: dict[str, Any] = Field(default={})
+    input_schema: JsonObject = Field(default={})
 
 
 class MessagesToolChoice(RequestBody):
@@ -175,7 +175,7 @@ class MessagesRequest(MessagesPrompt):
 
     max_tokens: int = Field(ge=1)
     temperature: float = Field(default=1.0, ge=0, le=1)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, ge=0, le=1)
     top_k: int = Field(default=0, ge=0, le=2**31)
     stop_sequences: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]] = Field(
         default=[], max_length=MAX_STOPS

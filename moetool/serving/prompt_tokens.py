@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError
-
 from moetool.base.validation import outside_vocabulary
-from moetool.prompts.messages import ChatMessage, for_template
+from moetool.prompts.messages import ChatMessage, fit_template, for_template
 from moetool.runtime.request import EngineLike, TokenLogprob
 from moetool.serving.detokenize import Vocabulary
 from moetool.serving.generation import ScoredToken, TextPiece
@@ -134,14 +132,15 @@ def chat_text(
     template = template_of(engine, body)
     try:
         text: str = engine.tokenizer.apply_chat_template(
-            [for_template(message) for message in messages],
+            fit_template(map(for_template, messages), template),
             tools=offered(body),
             chat_template=template,
             tokenize=False,
             add_generation_prompt=answer,
         )
-    except (TemplateError, TypeError) as error:  # a template may raise anything on unexpected input
-        raise Refusal(f"the model's chat template refuses the messages: {error}", param="messages") from error
+    except Exception as error:  # a template may raise anything on unexpected input
+        reason = str(error) or type(error).__name__
+        raise Refusal(f"the model's chat template refuses the messages: {reason}", param="messages") from error
     return text
 
 

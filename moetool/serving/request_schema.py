@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from moetool.prompts.messages import MAX_TOOLS, ChatMessage, Only, RequestBody, Text
+from moetool.prompts.messages import MAX_TOOLS, ChatMessage, JsonObject, JsonValue, Only, RequestBody, Text
 from moetool.serving.http_errors import Refusal
 
 MAX_STOPS = 4
@@ -65,7 +65,7 @@ class JsonSchema(RequestBody):
 
     model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
 
-    json_schema: dict[str, Any] = Field(default={}, alias="schema")
+    json_schema: JsonObject = Field(default={}, alias="schema")
 
 
 class ResponseFormat(RequestBody):
@@ -167,19 +167,24 @@ class CompletionRequest(GenerationRequest):
         return value
 
 
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
 class Function(RequestBody):
     """A function that the model may call."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    __pydantic_extra__: dict[Text, JsonValue]
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    parameters: dict[str, Any] = Field(default={})
+    name: FunctionName
+    parameters: JsonObject = Field(default={})
 
 
 class Tool(RequestBody):
     """A tool of type function; other types are hosted by vendors."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    __pydantic_extra__: dict[Text, JsonValue]
 
     type: Literal["function"]
     function: Function

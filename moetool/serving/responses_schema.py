@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from moetool.prompts.messages import MAX_TOOLS, Only, RequestBody, Text, join_turns
-from moetool.serving.request_schema import ChatRequest, JsonSchema
+from moetool.prompts.messages import MAX_TOOLS, JsonObject, JsonValue, Only, RequestBody, Text, join_turns
+from moetool.serving.request_schema import ChatRequest, FunctionName, JsonSchema
 
 
 def _as_items(value: Any) -> Any:
@@ -92,11 +92,12 @@ class ResponsesTool(RequestBody):
     """A function, a namespace of functions, or a tool that a vendor hosts."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    __pydantic_extra__: dict[Text, JsonValue]
 
     type: Text
-    name: Text | None = None
+    name: FunctionName | None = None
     description: Text | None = None
-    parameters: dict[str, Any] = Field(default={})
+    parameters: JsonObject = Field(default={})
     tools: "list[ResponsesTool]" = Field(default=[], max_length=MAX_TOOLS)
 
     @model_validator(mode="after")
@@ -136,13 +137,13 @@ class ResponsesRequest(RequestBody):
     instructions: Text | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, ge=0, le=1)
     tools: list[ResponsesTool] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     stream: bool = False
-    metadata: dict[str, Any] = Field(default={}, description="Returned with the answer")
+    metadata: JsonObject = Field(default={}, description="Returned with the answer")
 
     store: Annotated[Any, Only(False)] = None
     previous_response_id: Annotated[Any, Only()] = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from moetool.serving.json_stream import Malformed, TextBuffer, expect, json_value, next_char, until
+from moetool.serving.json_stream import Malformed, TextBuffer, as_unicode, expect, json_value, next_char, until
 
 
 class AnswerPart(NamedTuple):
@@ -257,14 +257,16 @@ def _members(feed: TextBuffer) -> Parsing:
             if not isinstance(name, str):
                 raise Malformed
             named = True
-            yield AnswerPart("name", name)
+            yield AnswerPart("name", as_unicode(name))
             yield AnswerPart("arguments", early)
         elif key in ("arguments", "parameters"):
             if named and first == "{":
                 yield from _arguments(feed)
             else:
                 text = yield from _whole(feed)
-                early = json.loads(text) if first == '"' else text  # some models write the object into a string
+                early = (
+                    as_unicode(json.loads(text)) if first == '"' else text
+                )  # some models write the object into a string
                 if named:
                     yield AnswerPart("arguments", early)
         else:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -168,6 +169,10 @@ def test_the_context_may_end_an_answer() -> None:
             client_of(url).messages.create(**GREEDY | {"messages": long})
 
 
+CALL = {"type": "tool_use", "id": "a", "name": "now"}
+CALLED = {"role": "assistant", "content": [CALL]}
+RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}
+DEEP = {"x": json.loads("[" * 900 + "]" * 900)}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 
 
@@ -191,6 +196,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": []}, "messages"),
         ({"tools": [{"name": "no spaces", "input_schema": {}}]}, "tools"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+        ({"tools": [{"name": "now", "input_schema": {"x": "\ud800"}}]}, r"tools\[0\]\.input_schema"),
+        ({"messages": [CALLED | {"content": [CALL | {"input": {"x": "\ud800"}}]}, RESULT]}, r"content\[0\]\.input"),
+        ({"messages": [CALLED | {"content": [CALL | {"input": DEEP}]}, RESULT]}, r"content\[0\]\.input"),
+        ({"messages": [{"role": "user", "content": [{"type": "\ud800"}]}]}, r"content\[0\]\.type"),
     ],
 )
 def test_refusals_name_the_field(scripted: tuple[ScriptedEngine, str], more: dict[str, Any], field: str) -> None:
@@ -232,6 +241,90 @@ def test_keys() -> None:
         # The wrong key in one header is no help to the right one in the other.
         headers = {"Authorization": "Bearer wrong", "x-api-key": "s3cret"}
         assert get(url, "/v1/models", **headers)[0] == 401
+
+
+def called(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def answering(call: str, template: str = TEMPLATE) -> Any:
+    engine = ScriptedEngine(reply=call, max_context=2000)
+    engine.tokenizer.chat_template = template
+    return serving(engine)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ('{"x": [1e999, -1e999]}', {"x": [sys.float_info.max, -sys.float_info.max]}),
+        (r'{"x\ud800": [["\ud800"], {"y": "\ud83d\ude42"}]}', {"x\ufffd": [["\ufffd"], {"y": "🙂"}]}),
+        ("null", {}),
+        (r'"{\"x\": 1}"', {"x": 1}),
+    ],
+)
+def test_arguments_that_few_clients_can_read(arguments: str, value: dict[str, Any]) -> None:
+    with answering(called("now", arguments)) as (url, _):
+        status, body = post(url, "/v1/messages", RAW | {"tools": TOOLS})
+        assert (status, body["stop_reason"]) == (200, "tool_use")
+        assert [(block["type"], block["input"]) for block in body["content"]] == [("tool_use", value)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"x": 1 2}', "[1]", '{"x": NaN}', '"x"', '{"x": %s}' % ("1" * 5000), '{"x":%s}' % ("[" * 200 + "]" * 200)],
+)
+def test_a_malformed_call_is_text(arguments: str) -> None:
+    good = called("now", "{}")
+    bad = called("now", arguments)
+    asked = RAW | {"tools": TOOLS, "max_tokens": 6000}
+    for reply, kinds, reason in ((bad, ["text"], "end_turn"), (bad + good, ["text", "tool_use"], "tool_use")):
+        engine = ScriptedEngine(reply=reply, max_context=8000)
+        engine.tokenizer.chat_template = TEMPLATE
+        with serving(engine) as (url, _):
+            status, body = post(url, "/v1/messages", asked)
+        assert (status, body["stop_reason"]) == (200, reason)
+        assert [block["type"] for block in body["content"]] == kinds
+        assert "now" in body["content"][0]["text"] and arguments.strip('"') in body["content"][0]["text"]
+
+
+def test_a_call_that_the_limit_cuts_off_is_no_text() -> None:
+    with answering('<tool_call>{"name": "now", "arguments": {"x": "aaaaaaaaaaaaaaaaaaaaaaaa') as (url, _):
+        body = post(url, "/v1/messages", RAW | {"tools": TOOLS, "max_tokens": 25})[1]
+        assert (body["stop_reason"], body["content"][0]["input"]) == ("max_tokens", {})
+
+
+@pytest.mark.parametrize("name", [r"\ud800", "now"])
+def test_names_that_are_no_unicode_end_no_stream(name: str) -> None:
+    with answering(called(name, r'"\ud800"')) as (url, _):
+        for stream in (False, True):
+            connection = connect(url)
+            data = json.dumps(RAW | {"tools": TOOLS, "stream": stream})
+            connection.request("POST", "/v1/messages", data, {"Content-Type": "application/json"})
+            text = connection.getresponse().read().decode()
+            assert '"stop_reason":' in text and ("message_stop" in text) is stream
+
+
+MISTRAL = """{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}
+{% for message in messages %}{% if message.tool_calls %}[TOOL_CALLS]{% for call in message.tool_calls %}
+{% if call.id | length != 9 %}{{ raise_exception("an id has 9 characters") }}{% endif %}
+{{ call.function.name }}[CALL_ID]{{ call.id }}{% endfor %}
+{% elif message.role == "tool" %}{% if message.tool_call_id | length != 9 %}{{ raise_exception("an id") }}{% endif %}
+[TOOL_RESULTS]{{ message.tool_call_id }}{{ message.content }}{% else %}{{ message.content }}{% endif %}{% endfor %}"""
+
+
+def test_ids_of_calls_come_back_to_a_template_that_checks_them() -> None:
+    with answering('[TOOL_CALLS][{"name": "now", "arguments": {}}]', MISTRAL) as (url, _):
+        client = client_of(url)
+        first = client.messages.create(tools=TOOLS, **GREEDY)
+        (call,) = first.content
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "12:04"}
+        turns: list[Any] = [
+            *ASK,
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": [result]},
+        ]
+        second = client.messages.create(**GREEDY | {"messages": turns}, tools=TOOLS)
+        assert second.content[0].name == "now" and second.usage.input_tokens > first.usage.input_tokens
 
 
 def test_a_slow_prompt_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:

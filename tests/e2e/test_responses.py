@@ -133,6 +133,37 @@ def test_functions_of_a_namespace_and_hosted_tools() -> None:
         assert status == 400 and "web_search" in body["error"]["message"] and body["error"]["param"] == "tools"
 
 
+HARMONY = """{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}
+{% if message.tool_calls %}{% set tool_call = message.tool_calls[0] %}<call {{ tool_call.function.name }}>
+{% elif message.role == "tool" %}<result {{ message.content }}>
+{% else %}<{{ message.role }} {{ message.content }}>{% endif %}{% endfor %}{# <|channel|> #}"""
+"""Shows one call of a message, as gpt-oss's does."""
+
+
+def test_calls_at_once_reach_a_template_of_single_calls() -> None:
+    engine = ScriptedEngine(max_context=2000)
+    engine.tokenizer.chat_template = HARMONY
+    prompts: list[str] = []
+    submit = engine.submit
+
+    def submitted(prompt: list[int], *more: Any) -> int:
+        prompts.append(engine.tokenizer.decode(prompt))
+        return submit(prompt, *more)
+
+    engine.submit = submitted  # type: ignore[method-assign]
+    calls = [{"type": "function_call", "call_id": name, "name": name, "arguments": "{}"} for name in ("A", "B")]
+    results = [{"type": "function_call_output", "call_id": name, "output": f"of {name}"} for name in ("B", "A")]
+    with serving(engine) as (url, _):
+        items: Any = [{"role": "user", "content": "Both?"}, *calls, *results]
+        client_of(url).responses.create(**GREEDY | {"input": items}, tools=TOOLS)
+    assert re.findall(r"<(?:call|result) [^>]*>", prompts[0]) == [
+        "<call A>",
+        "<result of A>",
+        "<call B>",
+        "<result of B>",
+    ]
+
+
 def test_ends_of_an_answer() -> None:
     with serving(ScriptedEngine(max_context=2000)) as (url, _):
         client = client_of(url)
@@ -167,6 +198,12 @@ def test_ends_of_an_answer() -> None:
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tool_choice": {"type": "function", "name": "now"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"metadata": {"a": float("nan")}}, "metadata"),
+        ({"metadata": {"a": "\ud800"}, "stream": True}, "metadata"),
+        ({"metadata": {"\ud800": "a"}}, "metadata"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"a": "\ud800"}}]}, "tools[0].parameters"),
+        ({"tools": [{"type": "function", "name": "f", "strict": float("inf")}]}, "tools[0].strict"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"a": float("nan")}}}}, "text.format.schema"),
     ],
 )
 def test_refusals_name_the_field(scripted: tuple[ScriptedEngine, str], more: dict[str, Any], field: str) -> None:

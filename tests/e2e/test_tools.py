@@ -127,6 +127,30 @@ def test_an_unknown_format_is_named_by_an_option() -> None:
         assert len(calls_of(client_of(url).chat.completions.create(tools=TOOLS, **ANSWER).choices[0].message)) == 2
 
 
+@pytest.mark.parametrize(
+    ("function", "field"),
+    [
+        ({"parameters": {"a": "\ud800"}}, "tools[0].function.parameters"),
+        ({"description": "\ud800"}, "tools[0].function.description"),
+        ({"parameters": json.loads('{"a":' * 300 + "0" + "}" * 300)}, "tools[0].function.parameters"),
+        ({"\ud800": 1}, "tools[0].function"),
+    ],
+)
+def test_json_that_cannot_be_written_again(
+    scripted: tuple[ScriptedEngine, str], function: dict[str, Any], field: str
+) -> None:
+    asked = {**ANSWER, "tools": [{"type": "function", "function": {"name": "now", **function}}]}
+    status, body = post(scripted[1], "/v1/chat/completions", asked)
+    assert (status, body["error"]["param"]) == (400, field)
+
+
+def test_a_template_that_fails_is_refused(scripted: tuple[ScriptedEngine, str]) -> None:
+    call = {"id": "a", "function": {"name": "now", "arguments": '{"a":' + "[" * 900 + "]" * 900 + "}"}}
+    messages = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a"}]
+    status, body = post(scripted[1], "/v1/chat/completions", {**ANSWER, "messages": messages})
+    assert (status, body["error"]["param"]) == (400, "messages")
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_schemas_hold_with_seeds_and_logprobs(real: str, seed: int) -> None:
     asked: dict[str, Any] = {

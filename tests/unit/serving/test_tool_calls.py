@@ -2,9 +2,11 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+import moetool
 from moetool.serving.tool_calls import FORMATS, ToolParser, format_of, named_call, required_calls
 
 ARGUMENTS = '{"city": "Köln \\"}<", "days": [1, {"a": null}], "n": -1.5e3}'
@@ -122,7 +124,15 @@ def test_mistral_with_names_outside() -> None:
         ("<|start|>assistant<|channel|>final", "harmony"),
         ("<｜tool▁calls▁begin｜>", "deepseek"),  # noqa: RUF001
         ("<|user|>{{ message.content }}", None),
+        ("<tool_call>{{ name }}<arg_key>", None),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", None),
+        ("<minimax:tool_call><invoke name=", None),
     ],
 )
 def test_formats_by_template(template: str, name: str | None) -> None:
     assert format_of(template) == name
+
+
+def test_the_guide_names_every_format() -> None:
+    agents = (Path(moetool.__file__).parent / "guide/serving.md").read_text().partition("## Coding agents")[2]
+    assert {name for name in FORMATS if f"`{name}`" in agents} == set(FORMATS)
