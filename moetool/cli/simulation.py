@@ -1,6 +1,6 @@
 """The command `moetool simulate`: a cluster, its requests and placement modes, without the hardware."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ from moetool.cli.flags import Json, Overwrite, open_predictor, settable
 
 if TYPE_CHECKING:
     from moetool.base.types import ModelSpec
+    from moetool.simulation.simulation_options import SimulationOptions
     from moetool.simulation.simulation_results import Simulated
 
 
@@ -104,6 +105,7 @@ def simulate(
         from moetool.report.simulation_page import save
 
         drawn = save(figure, runs)
+    links = _links(options, planners)
     drawn_from = _drawn_from(options.split, None if given is None else given.split)
     if report is not None:
         said = {
@@ -114,7 +116,7 @@ def simulate(
             "costs": runs[0][1].costs,
             "plan": plan,
             "settings": ", ".join(settings),
-            "links": f"by {options.links}; {options.seats} running per GPU; seed {options.seed}",
+            "links": f"{links}; {options.seats} running per GPU; seed {options.seed}",
         }
         _write_page(report, runs, next(iter(sources.values())).spec, said)
     if as_json:
@@ -130,8 +132,8 @@ def simulate(
     if len(runs) == 1:
         _print_one(runs[0][1])
     tables.print_paragraph(
-        f"{runs[0][1].costs}; arrivals {arrivals}; seed {options.seed}; {options.seats} running per GPU; links by "
-        f"{options.links}; requests: {drawn_from}"
+        f"{runs[0][1].costs}; arrivals {arrivals}; seed {options.seed}; {options.seats} running per GPU; "
+        f"links {links}; requests: {drawn_from}"
     )
     if figure is not None:
         tables.print_paragraph(f"drawn in {', '.join(map(str, drawn))}")
@@ -150,6 +152,14 @@ def _planners(given: list[str], planner_options: Mapping[str, Any]) -> list[str]
     if stray := [name for name, value in planner_options.items() if isinstance(value, dict) and name not in planners]:
         raise UsageError(f"--set {stray[0]!r} fits none of {', '.join(sorted(planners))}; write PLANNER.OPTION=VALUE")
     return chosen
+
+
+def _links(options: "SimulationOptions", planners: Sequence[str]) -> str:
+    """Describe the links of the modes: those of edge servers, of ranks, or both."""
+    from moetool.simulation.placement_control import find_mode
+
+    lockstep = {options.in_lockstep(find_mode(name).batches) for name in planners}
+    return " or ".join("per GPU" if each else f"by {options.links}" for each in sorted(lockstep))
 
 
 def _write_page(report: Path, runs: Any, spec: "ModelSpec", said: Mapping[str, Any]) -> None:

@@ -71,7 +71,8 @@ class LockstepRanks:
 
     Source: DIRECTOR § II-B, § VI-A. Deviations: as `moetool.placement.latency.Latency` (`sides="both"`): a rank's
     exchange takes as long as the larger of sending and receiving, and the combine as long as the dispatch. Not
-    modelled: the exchange of counts, and micro-batches that overlap compute and exchange.
+    modelled: the exchange of counts, and micro-batches that overlap compute and exchange. Each GPU has its own
+    network card: it sends to another server at the link's full rate, whatever the other GPUs of its server send.
     """
 
     def __init__(self, machines: RankMachines, placed_GLE: np.ndarray) -> None:

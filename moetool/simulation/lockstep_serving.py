@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from moetool.placement.decide import Decision
+from moetool.base.types import Cluster
 from moetool.placement.plan import Move
 from moetool.placement.replacement_record import ReplacementRecord
 from moetool.placement.request_ranks import RankAssignment
@@ -55,27 +55,24 @@ class _Migration:
 
     Attributes:
         placed_GLE: placement after them.
-        left_G: seconds of transfers that each GPU still receives.
+        left_s: seconds of transfers until the last expert has arrived.
+        links_s: those of them, the first ones, that take links of the exchange.
         at_s: earliest time of the next transfer; in the end, the time of the last one's end.
         at_batch: the placement changes with the next batch; otherwise before any step.
     """
 
     placed_GLE: np.ndarray
     record: ReplacementRecord
-    left_G: np.ndarray
+    left_s: float
+    links_s: float
     at_s: float
     at_batch: bool
 
-    @property
-    def left_s(self) -> float:
-        """Return the seconds until the last expert has arrived."""
-        return float(self.left_G.max())
-
     def advance(self, seconds: float, until_s: float) -> None:
-        """Transfer for some seconds, at the latest until a time."""
-        if self.left_s:
+        """Transfer for some seconds, at the latest until a time; nothing moves before `at_s`."""
+        if self.left_s and until_s > self.at_s:
             self.at_s = min(until_s, self.at_s + self.left_s) if seconds >= self.left_s else until_s
-            self.left_G = np.maximum(0.0, self.left_G - seconds)
+            self.left_s, self.links_s = max(0.0, self.left_s - seconds), max(0.0, self.links_s - seconds)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,7 +97,8 @@ class LockstepServing:
 
     Moves (`SimulationOptions.migrate`): `overlap`: only while ranks compute (DIRECTOR, Figure 6c); `pipelined`: always,
     and over the links of the exchange both take twice as long (6b); `stop`: between batches, which wait (6a); `free`:
-    at once.
+    at once. Copies from another server, and all with `copies=links`, take these links, before copies from hosts. A GPU
+    sends and receives one copy after the other.
 
     Attributes:
         ranks: the machine.
@@ -152,7 +150,7 @@ class LockstepServing:
                 self._begin_batch()
             elif not self.options.static:
                 self._join()
-            if self.options.static and self._decided is None:
+            if self._plans_ahead:
                 self._decide_ahead()
             self._step()
         if self._migration is not None:
@@ -201,7 +199,7 @@ class LockstepServing:
         if self.decisions.sees == "past" and self.batches:
             record = self._consider(self._served_GLE, self._tokens)
         elif self.decisions.sees == "queue":
-            late = how.migrate in ("overlap", "pipelined") and self._fills(2)
+            late = self._plans_ahead and how.migrate in ("overlap", "pipelined") and self._fills(2)
             if record is None and not late and (self.batches or how.planning != "beside"):
                 record = self._consider_queue()
             if record is not None:
@@ -220,11 +218,14 @@ class LockstepServing:
         self.batches.append(BatchSeconds(began_s=self.now_s))
         self._join()
 
+    @property
+    def _plans_ahead(self) -> bool:
+        """Return whether a batch is placed for during the one before it."""
+        return self.options.static and self.decisions.sees == "queue" and self.decisions.options.planning != "wait"
+
     def _decide_ahead(self) -> None:
         """Place for the next batch during this one, once waiting requests fill its seats or no more arrive."""
-        if self.decisions.sees != "queue" or self.decisions.options.planning == "wait" or not self._waiting:
-            return
-        if self._migration is None and self._fills(1):
+        if self._migration is None and self._decided is None and self._waiting and self._fills(1):
             self._decided = self._consider_queue()
 
     def _fills(self, batches: int) -> bool:
@@ -255,36 +256,20 @@ class LockstepServing:
         if record.plan_s and self.decisions.sees == "queue" and self.batches:
             self._ready_s += self.decisions.options.predict_share * self.batches[-1].seconds
         if decision.made:
+            options = self.decisions.options
+            copies = [move for move in decision.moves if move.kind == "copy" and options.migrate != "free"]
+            for move in copies:
+                self.moved_GG[move.source if move.source >= 0 else move.gpu, move.gpu] += move.bytes
+            left_s, links_s = transfer_seconds(copies, self.machines.cluster, options.copies == "host")
             self._migration = _Migration(
                 placed_GLE=decision.placed_GLE,
                 record=record,
-                left_G=self._seconds_G(decision),
+                left_s=left_s,
+                links_s=links_s,
                 at_s=self._ready_s,
                 at_batch=self.decisions.sees == "queue" and self._busy and self.options.static,
             )
         return record
-
-    def _seconds_G(self, decision: Decision) -> np.ndarray:
-        """Return the seconds of transfers to each GPU, one after the other; and count their bytes."""
-        cluster, host = self.machines.cluster, self.decisions.options.copies == "host"
-        server_G, left_G = cluster.server_G, np.zeros(len(cluster.gpus))
-
-        def seconds(move: Move) -> float:
-            if move.source < 0:
-                return move.seconds
-            a, b = server_G[move.source], server_G[move.gpu]
-            if a == b and host:
-                return move.bytes / cluster.gpus[move.gpu].host_to_device_bytes_s
-            rate, latency = cluster.link(a, b)
-            return latency + move.bytes / rate
-
-        if self.decisions.options.migrate == "free":
-            return left_G
-        for move in decision.moves:
-            if move.kind == "copy":
-                left_G[move.gpu] += seconds(move)
-                self.moved_GG[move.source if move.source >= 0 else move.gpu, move.gpu] += move.bytes
-        return left_G
 
     def _land(self, begins: bool) -> None:
         """Switch to a placement whose experts have arrived."""
@@ -298,15 +283,15 @@ class LockstepServing:
     def _move(self, step: StepSeconds) -> float:
         """Move experts beside a step; return the step's seconds."""
         seconds, moving = step.computing + step.exchange, self._migration
-        options = self.decisions.options
-        if moving is None or options.migrate in ("stop", "free"):
+        migrate = self.decisions.options.migrate
+        if moving is None or migrate in ("stop", "free"):
             return seconds
         share = min(1.0, max(0.0, self.now_s + seconds - moving.at_s) / seconds) if seconds else 0.0
-        alone_s = share * (step.computing if options.migrate == "overlap" or options.copies == "links" else seconds)
-        shared_s = 0.0
-        if options.migrate == "pipelined" and options.copies == "links":
-            shared_s = min(share * step.exchange, max(0.0, moving.left_s - alone_s))
-        moving.advance(alone_s + shared_s, self.now_s + seconds + shared_s)
+        if migrate == "overlap":
+            moving.advance(share * step.computing, self.now_s + seconds)
+            return seconds
+        shared_s = min(share * step.exchange, max(0.0, moving.links_s - share * step.computing))
+        moving.advance(share * seconds, self.now_s + seconds + shared_s)
         return seconds + shared_s
 
     def _step(self) -> None:
@@ -377,3 +362,26 @@ class LockstepServing:
                     self._served_GLE[request.gpu] += request.route.calls_LE
                 self.finished.append(request)
                 self.options.on_finished(len(self.finished))
+
+
+def transfer_seconds(copies: Sequence[Move], cluster: Cluster, host: bool) -> tuple[float, float]:
+    """Return the seconds until all copies have arrived, and the part over links of the exchange, which comes first.
+
+    A GPU sends and receives one copy after the other.
+
+    Args:
+        host: copies within a server come from host memory.
+    """
+    sent_G, received_G, loaded_G = np.zeros((3, len(cluster.gpus)))
+    for move in copies:
+        a, b = cluster.server_G[move.source], cluster.server_G[move.gpu]
+        if move.source < 0:
+            loaded_G[move.gpu] += move.seconds
+        elif a == b and host:
+            loaded_G[move.gpu] += move.bytes / cluster.gpus[move.gpu].host_to_device_bytes_s
+        else:
+            rate, latency = cluster.link(a, b)
+            sent_G[move.source] += latency + move.bytes / rate
+            received_G[move.gpu] += latency + move.bytes / rate
+    links_s = float(max(sent_G.max(), received_G.max()))
+    return max(links_s, float((received_G + loaded_G).max())), links_s

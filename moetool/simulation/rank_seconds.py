@@ -1,4 +1,9 @@
-"""Seconds of ranks in lockstep: a dense layer, the experts of a layer, and the parts outside the layers."""
+"""Seconds of ranks in lockstep: a dense layer, the experts of a layer, and the parts outside the layers.
+
+Neither assumed nor profiled costs count everything: a chunk of a prompt reads the tokens before it for free
+(`RankWork.prompt_context` is for costs of the caller's), the prompts of a step cost as one prompt of all their tokens,
+and layers without routed experts cost nothing.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

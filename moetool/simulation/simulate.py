@@ -236,7 +236,7 @@ def simulate(
         )
     size = token_bytes(spec, options.value_bytes, options.token_bytes)
     machines: RankMachines | SimulatedMachines
-    if chosen.batches if options.mode == "auto" else options.mode == "ep":
+    if options.in_lockstep(chosen.batches):
         seconds = rank_seconds(costs, spec)
         machines = RankMachines(
             spec=spec, cluster=cluster, seconds=seconds, token_bytes=size, exchange=options.exchange

@@ -34,14 +34,14 @@ class SimulationOptions:
         chunk_tokens: tokens of a rank in a step; longer prompts take several steps (0: no limit).
         exchange: `rows` or `gather` (`moetool.simulation.lockstep.RankMachines`).
         replan_s: seconds between re-placement decisions of edge servers (0: never).
-        decay: factor of past statistics at each decision.
+        decay: factor of past statistics at each decision of edge servers; ranks count the last batch alone.
         decide: `eq4`: migrate if Prism's Eq. 4 holds, or, in DIRECTOR's modes, if Eq. 5 gains more than moving costs;
             `printed`: if Eq. 4 holds as printed; `always`; `auto`: always for DIRECTOR's modes.
         migrate: form of migration (DIRECTOR's Figures 6b, 6c and 6a). `pipelined`: during serving; `free`: at once and
             without cost. For ranks also `overlap`: during serving, while ranks compute; `stop`: a batch waits for the
             moves.
         copies: source of copies within a server of ranks. `host`: host memory at its rate; `links`: the link between
-            GPUs, which tokens use too.
+            GPUs, which tokens use too, as copies from another server always do.
         planning: time of planning for ranks. `free`: none; `beside`: during the previous batch, and the batch waits for
             the rest (the first keeps its placement); `wait`: the batch waits for all of it. A mode that sees only the
             past plans when a batch ends and does not wait: its experts move when the plan is ready.
@@ -51,7 +51,8 @@ class SimulationOptions:
         lookahead: routing of the queue in modes that see it. `true`: the real one, decoded tokens included;
             `predicted`: from each prompt's tokens (cascade, replica), or by other predictors from the experts of its
             first MoE layer. New tokens then count like the prompt's.
-        links: `pair` or `server` (`moetool.simulation.simulated_costs.make_network`).
+        links: of edge servers, `pair` or `server` (`moetool.simulation.simulated_costs.make_network`); ranks have
+            a link for each GPU (`moetool.simulation.lockstep.LockstepRanks`).
         window_s: seconds per window of the local compute share over time.
         value_bytes: bytes of one number of a hidden state.
         token_bytes: bytes of a hidden state, if the trace lacks the hidden size.
@@ -107,6 +108,14 @@ class SimulationOptions:
         require_within(self, "--set ", pace=more, window_s=more, plan_s=zero, predict_share=zero)
         require_within(self, "--set ", token_bytes=zero, expert_bytes=zero, chunk_tokens=zero)
 
+    def in_lockstep(self, batches: bool) -> bool:
+        """Return whether ranks in lockstep serve a mode.
+
+        Args:
+            batches: `PlacementMode.batches` of the mode.
+        """
+        return batches if self.mode == "auto" else self.mode == "ep"
+
     def require_edge(self) -> None:
         """Raises: UsageError: an option needs ranks in lockstep."""
         for name, value, known in (
@@ -114,6 +123,10 @@ class SimulationOptions:
             ("admission", self.admission, ("auto", "seats")),
             ("chunk_tokens", self.chunk_tokens, (0,)),
             ("exchange", self.exchange, ("rows",)),
+            ("copies", self.copies, ("host",)),
+            ("planning", self.planning, ("free",)),
+            ("plan_s", self.plan_s, (0.0,)),
+            ("predict_share", self.predict_share, (0.0,)),
         ):
             if value not in known:
                 raise UsageError(f"--set {name}={value} needs ranks in lockstep; add --set mode=ep, or leave it out")

@@ -193,7 +193,10 @@ def collect(engine: EventLoop, mode: str, seed: int, migrations: Sequence[Replac
 
 
 def collect_ranks(serving: LockstepServing, mode: str, seed: int) -> Simulated:
-    """Collect the results of ranks in lockstep that have served all requests; links are those of pairs of servers."""
+    """Collect the results of ranks in lockstep that have served all requests.
+
+    Links are those of pairs of servers: as many as the smaller server's GPUs, each of the link's rate.
+    """
     cluster, ranks = serving.machines.cluster, serving.ranks
     seconds = max(request.finished_s for request in serving.finished)
     server_G, names = np.array(cluster.server_G), [server.name for server in cluster.servers]
@@ -203,10 +206,9 @@ def collect_ranks(serving: LockstepServing, mode: str, seed: int) -> Simulated:
     links = []
     for a, b in np.argwhere(sent_NN).tolist():
         sent, rate = int(sent_NN[a, b]), cluster.link(a, b)[0]
-        name, senders = (
-            (f"{names[a]} inside", len(cluster.servers[a].gpus)) if a == b else (f"{names[a]} -> {names[b]}", 1)
-        )
-        links.append((name, sent, sent / rate / senders / seconds))
+        at_once = min(len(cluster.servers[n].gpus) for n in (a, b))
+        name = f"{names[a]} inside" if a == b else f"{names[a]} -> {names[b]}"
+        links.append((name, sent, sent / rate / at_once / seconds))
     return Simulated(
         mode=mode,
         seed=seed,

@@ -53,6 +53,19 @@ def test_modes_and_grids_side_by_side_are_drawn(run: Run, inputs: list[str], tmp
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("planners", "links"),
+    [
+        ("prism", "links by server;"),
+        ("director-offline", "links per GPU;"),
+        ("director-offline,prism", "server or per GPU"),
+    ],
+)
+def test_links_are_those_of_the_mode(run: Run, inputs: list[str], planners: str, links: str) -> None:
+    code, out, err = run(*inputs, "--planner", planners, "--requests", 2, "--set", "links=server")
+    assert (code, err) == (0, "") and links in " ".join(out.split())
+
+
 def test_what_is_wrong_is_said_in_one_line(run: Run, inputs: list[str], tmp_path: Path) -> None:
     for args, code, said in (
         (["--planner", "prsm"], 2, "unknown --planner 'prsm': did you mean 'prism'"),

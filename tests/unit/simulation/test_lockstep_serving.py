@@ -11,11 +11,14 @@ import pytest
 from moetool.base.types import Cluster, Gpu, Server
 from moetool.placement.decide import InForce, ReplacementCosts, Replanner
 from moetool.placement.latency import unit_latency
+from moetool.placement.plan import Move
 from moetool.simulation.lockstep import RankMachines
-from moetool.simulation.lockstep_serving import LockstepServing, ServingOptions
+from moetool.simulation.lockstep_serving import LockstepServing, ServingOptions, transfer_seconds
 from moetool.simulation.placement_control import PlacementDecisions
 from moetool.simulation.rank_seconds import AssumedRank
 from moetool.simulation.simulated_costs import AssumedCosts
+from moetool.simulation.simulation_options import SimulationOptions
+from moetool.simulation.simulation_results import collect_ranks
 from moetool.simulation.workload import SimulatedRequest
 from tests.clusters import make_cluster
 from tests.published_routes import SHARED
@@ -130,25 +133,35 @@ def test_requests_join_before_a_step_and_long_prompts_take_several() -> None:
     assert requests[1].finished_s == 20.0
 
 
+SLOW = Gpu(memory_bytes=4000, host_to_device_bytes_s=250.0)
+ONE_NODE = replace(NODE, servers=(replace(NODE.servers[0], gpus=(SLOW, SLOW)),))
+TWO_NODES = Cluster(servers=tuple(Server(name=name, gpus=(SLOW,)) for name in "ab"), link_bytes_s=100.0)
+
+
+def replaced(
+    sees: str, cluster: Cluster, num_requests: int, static: bool = True, new: int = 4, **options: Any
+) -> LockstepServing:
+    """Serve batches of two requests that use experts 0 and 1, then 2 and 3, and so on; each rank owns two at first."""
+    placed_GLE = np.stack([[[e < 2 for e in range(4)]] * 2, [[e >= 2 for e in range(4)]] * 2])
+    decisions = PlacementDecisions(
+        sees,
+        InForce(spec=SPEC, cluster=cluster, placed_GLE=placed_GLE),
+        ReplacementCosts(latency=unit_latency(cluster)),
+        Replanner(planner="director", options={"replicas": False}, weighs="latency", always=True),
+        SimulationOptions(**options),
+    )
+    machines = RankMachines(spec=SPEC, cluster=cluster, seconds=ROW, token_bytes=1)
+    requests = [request(n, 0.0, 1, new, expert=n % 4) for n in range(num_requests)]
+    serving = LockstepServing(machines, requests, decisions, ServingOptions(static=static))
+    serving.run()
+    return serving
+
+
 @pytest.mark.parametrize("migrate", ["free", "overlap", "pipelined", "stop"])
 def test_experts_move_during_the_batch_before_the_one_that_they_are_for(migrate: str) -> None:
     """The queue's second batch uses expert 3, of which rank 0 makes a copy or becomes the owner."""
-    decisions = static(SPEC, NODE, np.stack([[[e < 2 for e in range(4)]] * 2, [[e >= 2 for e in range(4)]] * 2]))
-    options = replace(decisions.options, migrate=migrate, copies="host")
-    slow = replace(NODE.servers[0].gpus[0], host_to_device_bytes_s=250.0, memory_bytes=4000)
-    cluster = replace(NODE, servers=(replace(NODE.servers[0], gpus=(slow, slow)),))
-    decisions = PlacementDecisions(
-        "queue",
-        InForce(spec=SPEC, cluster=cluster, placed_GLE=decisions.in_force.placed_GLE),
-        ReplacementCosts(latency=unit_latency(cluster)),
-        Replanner(planner="director", options={"replicas": False}, weighs="latency", always=True),
-        options,
-    )
-    machines = RankMachines(spec=SPEC, cluster=cluster, seconds=ROW, token_bytes=1)
-    requests = [request(n, 0.0, 1, 4, expert=n % 2 + (2 if n > 1 else 0)) for n in range(4)]
-    serving = LockstepServing(machines, requests, decisions, ServingOptions(static=True))
-    serving.run()
-    (*_, moved) = (one for one in decisions.records if one.made)
+    serving = replaced("queue", ONE_NODE, 4, migrate=migrate)
+    (*_, moved) = (one for one in serving.decisions.records if one.made)
     last = serving.batches[-1]
     # Two experts to each rank over 250 bytes/s: 8 s, hidden in the first batch of five steps unless all stop.
     assert last.seconds == pytest.approx(5 * 4, rel=1e-6)  # balanced: one row a rank and layer
@@ -157,3 +170,58 @@ def test_experts_move_during_the_batch_before_the_one_that_they_are_for(migrate:
     assert waited == pytest.approx(moved.waited_s) and (waited > 0) == (migrate == "stop")
     assert moved.done_s is not None and moved.done_s <= last.began_s
     assert (serving.moved_GG.sum() > 0) == (migrate != "free")
+
+
+@pytest.mark.parametrize("plan_s", [10.0, 1000.0])
+def test_nothing_moves_before_its_plan_is_ready(plan_s: float) -> None:
+    """Steps of a batch end before the plan of the last one is ready; a plan later than the run changes nothing."""
+    serving = replaced("past", ONE_NODE, 12, migrate="overlap", planning="beside", plan_s=plan_s)
+    moved = [one for one in serving.decisions.records if one.made]
+    assert moved and all(one.done_s is not None and one.done_s >= one.at_s + plan_s + 8.0 for one in moved)
+    if plan_s == 1000.0:
+        still = replaced("nothing", ONE_NODE, 12)
+        assert len(moved) == 1 and serving.now_s == still.now_s
+
+
+@pytest.mark.parametrize("migrate", ["overlap", "pipelined"])
+@pytest.mark.parametrize(("static", "planning", "new"), [(True, "wait", 4), (False, "free", 130)])
+def test_a_full_queue_is_placed_for_before_each_batch(migrate: str, static: bool, planning: str, new: int) -> None:
+    """Batches that wait for planning, and batches that requests join, cannot be placed for during the last one."""
+    serving = replaced("queue", ONE_NODE, 12, static, new, migrate=migrate, planning=planning, plan_s=0.5)
+    began = {batch.began_s for batch in serving.batches}
+    placed = {one.at_s + one.waited_s for one in serving.decisions.records}
+    assert len(serving.batches) >= 6 and len(placed & began) >= len(began) // 2
+
+
+def test_copies_from_another_server_share_its_link_with_tokens() -> None:
+    """As with `copies=links`; within a server, `copies=host` leaves the links to tokens."""
+    free, host, links = (
+        replaced("queue", TWO_NODES, 12, migrate=migrate, copies=copies)
+        for migrate, copies in (("overlap", "host"), ("pipelined", "host"), ("pipelined", "links"))
+    )
+    assert host.moved_GG[0, 1] > 0
+    assert host.now_s == links.now_s > free.now_s
+    inside = [replaced("queue", ONE_NODE, 12, migrate=migrate).now_s for migrate in ("overlap", "pipelined")]
+    assert inside[0] == inside[1]
+
+
+def test_a_server_sends_one_copy_after_the_other() -> None:
+    """Three servers receive 1,000 bytes each from the first, which sends 3,000."""
+    cluster = Cluster(servers=tuple(Server(name=name, gpus=(SLOW,)) for name in "abcd"), link_bytes_s=100.0)
+    moves = [Move(kind="copy", layer=0, expert=g, gpu=g, source=0, bytes=1000) for g in (1, 2, 3)]
+    assert transfer_seconds(moves, cluster, host=True) == (30.0, 30.0)
+
+
+def test_links_of_several_gpus_are_busy_for_at_most_the_whole_time() -> None:
+    """Four GPUs send to four of another server at once, each at the link's rate."""
+    gpu = Gpu(memory_bytes=4000)
+    cluster = Cluster(servers=tuple(Server(name=name, gpus=(gpu,) * 4) for name in "ab"), link_bytes_s=1.0)
+    placed_GLE = np.zeros((8, 2, 4), bool)
+    placed_GLE[4:] = np.eye(4, dtype=bool)[:, None]
+    quick = AssumedRank(costs=AssumedCosts(dense_s=1e-3, dense_token_s=0.0, expert_s=1e-3, expert_token_s=0.0))
+    machines = RankMachines(spec=SPEC, cluster=cluster, seconds=quick, token_bytes=100)
+    requests = [request(n, 0.0, 8, 8, expert=n % 4) for n in range(8)]
+    serving = LockstepServing(machines, requests, static(SPEC, cluster, placed_GLE), ServingOptions(static=True))
+    serving.run()
+    busy = {name: share for name, _, share in collect_ranks(serving, "uniform", 0).links}
+    assert busy["a -> b"] == busy["b -> a"] == pytest.approx(0.5, abs=0.01)  # half of the time in each direction

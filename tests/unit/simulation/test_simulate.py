@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.base.config import parse_settings
 from moetool.base.errors import MismatchError, UsageError
 from moetool.base.types import Cluster
 from moetool.placement import planner
@@ -305,6 +306,9 @@ def test_what_makes_no_sense_is_refused(world: SimulationInputs) -> None:
             parse_sweeps(swept)
     with refused(UsageError, "prism"):
         simulate(world, "prsm", "every:1s", 1)
+    for option in ("copies=links", "planning=wait", "plan_s=1.0", "predict_share=0.5"):
+        with refused(UsageError, option, "mode=ep"):
+            simulate(world, "prism", "every:1s", 1, read_settings(parse_settings([option]))[0])
     with refused(MismatchError, "hidden", "size"):
         nameless = replace(world, spec=replace(SPEC, hidden_size=0))
         simulate(nameless, "uniform", "every:1s", 1)

@@ -215,6 +215,12 @@ def test_every_table_and_figure_has_a_claim_or_a_reason_why_not(name: str) -> No
     assert not whole & {claim.id for claim in paper.claim}  # a figure is repeated or it is not
 
 
+def test_the_guides_table_of_directors_gains_has_a_claim_for_each_cell() -> None:
+    known = [claim.options for claim in read_paper("director").claim if claim.experiment == "expert_parallel"]
+    cells = {(options.get("composition", "mixed"), options.get("new_tokens", 64)) for options in known}
+    assert {(tasks, new_tokens) for tasks in ("mixed", "one task") for new_tokens in (8, 64)} <= cells
+
+
 def test_links_are_varied_for_claims_that_they_can_change(tmp_path: Path) -> None:
     paper = read_paper("finemoe")
     slow = with_links(paper, 0.5)
