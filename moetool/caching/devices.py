@@ -15,7 +15,7 @@ from moetool.base.errors import CapacityError, UsageError
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.caching.machine_split import MachineSplit
 from moetool.caching.plan import PrefetchLimits
-from moetool.caching.policy import MIN_SLOTS, Policy, SharedPredictor, build_policy
+from moetool.caching.policy import MIN_SLOTS, Policy, SharedPredictor, admits_by_value, build_policy
 from moetool.caching.residency import Counts, Residency, Step, StepKind
 
 Sink = Callable[[int, int, Step], None]
@@ -255,10 +255,16 @@ def open_pool(
 
     Raises:
         CapacityError: as `Residency`.
-        UsageError: several devices share the model, and each layer has its own slots.
+        UsageError: several devices share the model, and each layer has its own slots; or the policy admits by value
+            what the host computes, and nothing splits misses.
     """
     count = len(policies)
     assert split is None or count == 1
+    if split is None and admits_by_value(policies[0].options):
+        raise UsageError(
+            "admit=value has no effect where all misses are loaded; leave it out, or let the host compute some "
+            "(replay --misses host or both)"
+        )
     if layer_slots and count > 1:
         raise UsageError(
             f"a pool per layer works on one device, and {count} devices share the model; use one pool for all layers"

@@ -7,12 +7,13 @@ So decisions are functions of events and costs, and a replay repeats those of a 
 import hashlib
 import json
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import itemgetter
 
 from moetool.base.config import POSITIVE, SHARE, Span, require_within
-from moetool.base.errors import unknown_name
+from moetool.base.errors import UsageError, unknown_name
 from moetool.base.types import GateEvent, ModelSpec
 from moetool.caching.host_split import tokens_of
 
@@ -30,22 +31,23 @@ class SplitCosts:
 
     Attributes:
         load_s: one expert from host memory over the link.
-        host_s, host_token_s: one expert on the host for one token, and each further token.
-        device_s, device_token_s: the same on the device.
+        host_s, device_s: one expert for one token, on the host and on the device.
+        host_knots, device_knots: further numbers of tokens, rising, and the seconds of one expert for them; straight
+            between them and after the last. Empty: the seconds of one token for any number.
         layer_s: the device's time between the experts of two layers.
         start_s: moving rows to the host and back, for an event with experts there.
         link_share, host_share: rates of link and host while both work, relative to each alone.
         disk_s: one expert from disk to host memory, before either.
 
     Raises:
-        UsageError: a cost is negative, or a share is not above 0 and at most 1.
+        UsageError: a cost is negative, a share is not above 0 and at most 1, or tokens do not rise.
     """
 
     load_s: float
     host_s: float
-    host_token_s: float = 0.0
     device_s: float = 0.0
-    device_token_s: float = 0.0
+    host_knots: tuple[tuple[float, float], ...] = ()
+    device_knots: tuple[tuple[float, float], ...] = ()
     layer_s: float = 0.0
     start_s: float = 0.0
     link_share: float = 1.0
@@ -57,11 +59,24 @@ class SplitCosts:
         require_within(self, "costs of the split: ", **dict.fromkeys(seconds, Span(0)))
         require_within(self, "costs of the split: ", load_s=POSITIVE, host_s=POSITIVE)
         require_within(self, "costs of the split: ", link_share=SHARE, host_share=SHARE)
+        for name in ("host_knots", "device_knots"):
+            knots = getattr(self, name)
+            rise = all(a < b for (a, _), (b, _) in pairwise([(1.0, 0.0), *knots]))
+            if not rise or any(value < 0 for _, value in knots):
+                raise UsageError(f"costs of the split: {name} is {knots}, expected rising tokens above 1 and seconds")
 
     @property
     def digest(self) -> str:
         """Return a digest of the costs, by which logs name them."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    def host(self, tokens: int) -> float:
+        """Return the seconds of one expert on the host."""
+        return _at(tokens, self.host_s, self.host_knots)
+
+    def device(self, tokens: int) -> float:
+        """Return the seconds of one expert on the device."""
+        return _at(tokens, self.device_s, self.device_knots)
 
     @property
     def missed_s(self) -> float:
@@ -74,6 +89,17 @@ class SplitCosts:
         if link <= host:
             return link, link + host_s - link * self.host_share
         return host + link_s - host * self.link_share, host
+
+
+def _at(tokens: int, one_s: float, knots: tuple[tuple[float, float], ...]) -> float:
+    if tokens == 1 or not knots:
+        return one_s
+    left, right = (1.0, one_s), knots[0]
+    for further in knots[1:]:
+        if right[0] >= tokens:
+            break
+        left, right = right, further
+    return max(0.0, left[1] + (right[1] - left[1]) * (tokens - left[0]) / (right[0] - left[0]))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,14 +126,14 @@ class EventWork:
     def loaded(self) -> list[int]:
         """Return the misses to load so that the event ends first, the others on the host; a tie: more loads.
 
-        A load takes equally long for every miss, so loads take those with most tokens from the host. Experts on disk
-        go to the side that finishes them first.
+        A load takes equally long for every miss, so loads take those with most tokens from the host, unless the device
+        then ends last. Experts on disk go to the side that finishes them first.
         """
         here = [i for i in range(len(self.host_N)) if not (self.on_disk_N and self.on_disk_N[i])]
         on_disk = [i for i in range(len(self.host_N)) if self.on_disk_N and self.on_disk_N[i]]
         best: list[int] = []
         least = float("inf")
-        load_s = self.costs.load_s
+        load_s, device_ends = self.costs.load_s, False
         link_s, host_s, device_s = self.link_s, sum(self.host_N[i] for i in here), self.resident_s
         for count in range(len(here) + 1):
             if count:
@@ -118,13 +144,30 @@ class EventWork:
                 end = self._ends(link_s, host_s if count < len(here) else 0.0, device_s)[0]
                 if end <= least:
                     best, least = here[:count], end
+                if count and end <= device_s:
+                    device_ends = True
+                    best, least = min(((best, least), *self._for_device(here, count)), key=itemgetter(1))
                 continue
             for shares in ((1.0, 1.0), (self.costs.link_share, self.costs.host_share), (0.0, 1.0), (1.0, 0.0)):
                 loaded = [*here[:count], *self._loaded_from_disk(on_disk, link_s, host_s, shares)]
                 end = self.ends(loaded)[0]
                 if end <= least:
                     best, least = loaded, end
-        return self._improved(best, least) if on_disk and len(self.host_N) <= _FEW else best
+        return self._improved(best, least) if (on_disk or device_ends) and len(self.host_N) <= _FEW else best
+
+    def _for_device(self, here: Sequence[int], count: int) -> Iterator[tuple[list[int], float]]:
+        """Yield loads of `count` misses, some with most tokens and some with fewest, so that no side ends much later
+        than the device; and the ends of the event."""
+        first, last = 0, count
+        while first < last:
+            middle = (first + last) // 2
+            loaded = [*here[:middle], *here[len(here) - count + middle :]]
+            end = self.ends(loaded)[0]
+            yield loaded, end
+            if self.resident_s + sum(self.device_N[i] for i in loaded) < end:
+                first = middle + 1
+            else:
+                last = middle
 
     def _improved(self, best: list[int], least: float) -> list[int]:
         """Move one expert to the other side, or change two, as long as the event ends sooner."""
@@ -243,11 +286,12 @@ class MachineSplit:
         tokens = tokens_of(event, self.spec) if len(event.experts_TK) > 1 else None
         order = sorted(range(len(misses)), key=lambda i: -worth[i])
         resident_s = costs.device_s * len(hits)
-        further = [0] * len(order)
+        host_N, device_N = [costs.host_s] * len(order), [costs.device_s] * len(order)
         if tokens is not None:
             order.sort(key=lambda i: -tokens[misses[i] - base])
-            further = [tokens[misses[i] - base] - 1 for i in order]
-            resident_s += costs.device_token_s * sum(tokens[key - base] - 1 for key in hits)
+            host_N = [costs.host(tokens[misses[i] - base]) for i in order]
+            device_N = [costs.device(tokens[misses[i] - base]) for i in order]
+            resident_s = sum(costs.device(tokens[key - base]) for key in hits)
         running = next(iter(queue), -1)
         late = [key for key in hits if key in queue and key != running]
         ranked = [misses[i] for i in order]
@@ -256,8 +300,8 @@ class MachineSplit:
             resident_s=resident_s,
             link_s=queue.get(running, 0.0) + costs.load_s * len(late),
             waiting_s=costs.load_s * max(0, len(queue) - len(late) - 1),
-            host_N=[costs.host_s + costs.host_token_s * number for number in further],
-            device_N=[costs.device_s + costs.device_token_s * number for number in further],
+            host_N=host_N,
+            device_N=device_N,
             on_disk_N=self._read(ranked),
         )
         loaded = work.loaded() if self.mode == "both" else []

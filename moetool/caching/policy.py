@@ -38,6 +38,11 @@ class AdmissionOptions:
             raise unknown_name("admission", self.admit, _ADMISSIONS)
 
 
+def admits_by_value(options: Any) -> bool:
+    """Whether these are options of a policy that admits by value what the host computed."""
+    return isinstance(options, AdmissionOptions) and options.admit == "value"
+
+
 class Policy:
     """A cache policy; the defaults load on demand and prefetch nothing.
 
@@ -302,6 +307,11 @@ def parse_options(name: str, options: Mapping[str, Any]) -> Any:
         UsageError: there is no such policy or option, or a value is invalid.
     """
     return config.parse(plugins.load("policy", name).Options, options, f"policy {name}")
+
+
+def computes_on_host(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a policy with these options computes misses on the host by its own choice. Raises as `parse_options`."""
+    return policy_class(name).computes_on_host or getattr(parse_options(name, options), "splits", False)
 
 
 def require_slots(

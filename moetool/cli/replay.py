@@ -99,11 +99,12 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Simulate cache policies on a trace without the model: hits, loads, bytes and, with --profile, times."""
-    from moetool.caching.policy import policy_class
+    from moetool.caching.policy import admits_by_value, computes_on_host, parse_options
+    from moetool.costing.pricing import Prices, with_host_costs
     from moetool.trace.same_prompts import Overlap, trained_on
     from moetool.tuning.batches import Batching
     from moetool.tuning.candidates import best, servable, too_large
-    from moetool.tuning.replay import SERVED, ReplaySetup, replay_served, whole_bytes
+    from moetool.tuning.replay import SERVED, ReplaySetup, replay_served, require_place, whole_bytes
     from moetool.tuning.replay_jobs import replay_with_jobs
     from moetool.tuning.replay_table import replay_table
 
@@ -132,7 +133,10 @@ def replay(
         costs, timeline = named_timeline(machine, profile, source.spec, options.pop("timeline", {}))
     else:
         costs, timeline = read_timeline(profile, options.pop("timeline", {}))
-    places = listed([misses or ("load" if machine is None else "load,host,both")])
+    on_disk = costs is not None and timeline.tier == "disk"
+    places = listed([misses or ("load" if machine is None or on_disk else "load,host,both")])
+    for place in places:
+        require_place(place, on_disk)
     predicts = open_predictor(predictor)
     known = servable(source, predicts) if "auto" in asked else []
     names = list(dict.fromkeys(name for one in asked for name in (known if one == "auto" else [one])))
@@ -141,6 +145,12 @@ def replay(
     require_policies(names, options)
     left_out = too_large([name for name in known if name not in asked], source.spec, min(budgets), options, devices)
     names = [name for name in names if name not in left_out]
+    priced = with_host_costs(names, options, None if costs is None else Prices(costs, source.spec, timeline))
+    splittable = [name for name in names if not computes_on_host(name, priced.get(name, {}))]
+    if misses is not None and not splittable:
+        raise UsageError(
+            f"--misses {misses} has no effect on {', '.join(asked)}, which place misses themselves; leave it out"
+        )
     if requests not in ("unseen", "all"):
         raise UsageError(f"unknown --requests {requests!r}: known are unseen, all")
     with_tokens = frozenset(row["request"] for row in source.requests.to_pylist() if row["tokens"])
@@ -174,9 +184,14 @@ def replay(
             on_progress=on_progress,
         )
         rows = [replay_served(source, replace(setup, requests=None))] if served else []
-        for place in places if names else ():
-            split = [name for name in names if place == "load" or not policy_class(name).computes_on_host]
-            rows += replay_with_jobs(source, split, budgets, replace(setup, misses=place)) if split else []
+        for number, place in enumerate(places if names else ()):
+            split = splittable if number else names  # those that place misses themselves have one row
+            made = replace(setup, misses=place)
+            if place == "load" and len(places) > 1:  # without what is about the other places
+                by_value = [name for name in options if admits_by_value(parse_options(name, options[name]))]
+                published = {name: {**options[name], "admit": "published"} for name in by_value}
+                made = replace(made, options={**options, **published})
+            rows += replay_with_jobs(source, split, budgets, made) if split else []
     chosen = [best([row for row in rows if row.policy in known and row.budget_bytes == b]) for b in budgets if known]
     for name, why in left_out.items():
         tables.narrate(f"moetool: auto leaves out {name}, {why}")

@@ -26,13 +26,19 @@ def machine_profile(machine: NamedMachine, spec: ModelSpec) -> CostProfile:
     """Return the costs of a model on a machine with a GPU, for `CostProfile.on` its devices `cuda` and `cpu`.
 
     Raises:
-        UsageError: the machine has no GPU, or no host memory.
+        UsageError: the machine has no GPU, or no host memory that it loads from.
         MismatchError: the model's sizes are unknown.
     """
     if not machine.gpus or not machine.host_memory_bytes_s or not machine.host_flops:
         raise UsageError(
             f"machine {machine.name} has no GPU, or no figures of its host, expected both; name another, such as "
             f"pc-rtx-4090-ddr5"
+        )
+    gpu, host = rates_of(machine), host_rates(machine)
+    if not gpu.link_bytes_s:
+        raise UsageError(
+            f"machine {machine.name} has a disk, but host_memory_bytes is 0, which stands for a GPU that shares host "
+            f"memory; give the bytes of its host memory"
         )
     if spec.slot_bytes == UNKNOWN_BYTES:
         raise MismatchError(
@@ -43,7 +49,6 @@ def machine_profile(machine: NamedMachine, spec: ModelSpec) -> CostProfile:
     elements = spec.slot_bytes / 2 if model is None else model.expert_parameters
     dense = _ATTENTION * spec.hidden_size**2 if model is None else model.dense_parameters
     dense_bytes = 2.0 * dense if model is None else model.dense_bytes
-    gpu, host = rates_of(machine), host_rates(machine)
     share = together_share(gpu.link_bytes_s, host, 8 * spec.slot_bytes / elements)
     return CostProfile(
         spec=spec,

@@ -12,7 +12,7 @@ from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.caching.host_split import HostCosts
 from moetool.caching.machine_split import SplitCosts
 from moetool.caching.policy import parse_options
-from moetool.costing.costs import ComputeCosts, CostProfile
+from moetool.costing.costs import ComputeCosts, CostProfile, Curve
 
 _SEVERAL = 8  # host costs of an expert are fitted at 1 and at this many tokens
 
@@ -88,6 +88,7 @@ class Prices:
         costs = profile.on(options.device, options.dtype)
         self.host_is_device = options.device == "cpu"
         host = costs if self.host_is_device else _host_costs(profile, options.dtype)
+        self._device, self._host = costs, host
         self._expert = _Nanoseconds(costs.expert)
         self._host_expert = _Nanoseconds(host.expert) if host is not None else None
         self._attention, self._prompt = _Nanoseconds(costs.attention), _Nanoseconds(costs.prompt_attention)
@@ -182,19 +183,19 @@ class Prices:
         """
         if self.host_is_device:
             return None
-        costs = self.host_costs()
-        if not costs.get("load_s") or not costs["host_s"]:
+        if self._host is None or self._host_expert is None or not self._host_expert[1]:
             raise MismatchError(
                 "the profile has no costs of experts on the cpu, which computes misses; measure them with: "
                 "moetool profile"
             )
-        one, many = self._expert[1], self._expert[_SEVERAL]
         on_disk = self.options.tier == "disk"
         load_s = self.load_ns("pinned" if on_disk else self.options.tier, 0) / 1e9
         return SplitCosts(
-            **{**costs, "load_s": load_s},
-            device_s=one / 1e9,
-            device_token_s=max(0, many - one) / (_SEVERAL - 1) / 1e9,
+            load_s=load_s,
+            host_s=self._host_expert[1] / 1e9,
+            host_knots=_knots(self._host.expert),
+            device_s=self._expert[1] / 1e9,
+            device_knots=_knots(self._device.expert),
             layer_s=(self._attention[1] + self._gate[1] + self._shared[1]) / 1e9,
             link_share=self.link_share,
             host_share=self.host_share,
@@ -244,6 +245,12 @@ def with_host_costs(
         if isinstance(chosen, HostCosts) and not chosen.load_s:
             made[name] = {**given, **costs}
     return made
+
+
+def _knots(curve: Curve) -> tuple[tuple[float, float], ...]:
+    """Return the knots of a curve above one token, and one more for its slope at the end, in whole nanoseconds."""
+    tokens = [amount for amount in curve.x if amount > 1]
+    return tuple((amount, round(curve(amount) * 1e9) / 1e9) for amount in (*tokens, max(1, curve.x[-1]) + 1))
 
 
 def _host_costs(profile: CostProfile, dtype: str | None) -> ComputeCosts | None:

@@ -11,7 +11,7 @@ from moetool.base import plugins
 from moetool.base.errors import UsageError
 from moetool.base.types import ModelSpec
 from moetool.caching.devices import own_part, split_slots
-from moetool.caching.policy import MIN_SLOTS, parse_options, policy_class, require_slots, slots_within
+from moetool.caching.policy import MIN_SLOTS, computes_on_host, parse_options, policy_class, require_slots, slots_within
 from moetool.costing.pricing import Prices, with_host_costs
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import AS_RECORDED, ReplayRow, ReplaySetup
@@ -120,8 +120,7 @@ class Candidates:
         self._rows: dict[int, list[ReplayRow]] = {}
         self._mispriced: dict[str, str] = {}
         for name in self._names:
-            chosen = parse_options(name, self.options.get(name, {}))
-            hosts = policy_class(name).computes_on_host or getattr(chosen, "splits", False)
+            hosts = computes_on_host(name, self.options.get(name, {}))
             if hosts and profile is not None and timeline.tier == "disk" and not self._asked:
                 self._mispriced[name] = "whose host compute is timed for experts in host memory, not on disk"
 

@@ -686,6 +686,9 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
             require_substitutable(spec.name, name)
         if prices is not None and predictor is not None and kind.needs_predictor:
             prices.prediction_ns(1)  # refuses a profile without prediction times
+    if setup.batching is not None and setup.sequential is not None:
+        order = "sequential" if setup.sequential else "recorded"
+        raise UsageError(f"batching forms an order of its own, but --order {order} is given; leave out one of them")
     if predictor is not None:
         source.trace.require(predictor.needs, "the predictor")
     if setup.pinned and in_bytes:
@@ -729,16 +732,29 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
     return [run(name, budget, fit) for name in policies for budget, fit in zip(budgets, slots, strict=True)]
 
 
+def require_place(misses: str, on_disk: bool) -> None:
+    """Raise UsageError for an unknown place of misses, or one other than the device for experts that are on disk."""
+    if misses not in ("load", *MODES):
+        raise unknown_name("place of misses", misses, ("load", *MODES))
+    if misses != "load" and on_disk:
+        raise UsageError(
+            f"misses {misses!r} are priced for experts in host memory, and timeline.tier is disk; use "
+            f"timeline.tier=pinned, or load all misses"
+        )
+
+
 def _split_costs(setup: ReplaySetup, prices: Prices | None) -> SplitCosts | None:
     """Return the costs of link and host; None if they are unknown and all misses are loaded.
 
     Raises:
-        UsageError: an unknown place of misses, several devices, or no costs.
+        UsageError: an unknown place of misses, several devices, no costs, or experts on disk.
     """
-    if setup.misses not in ("load", *MODES):
-        raise unknown_name("place of misses", setup.misses, ("load", *MODES))
+    on_disk = prices is not None and setup.timeline.tier == "disk"
+    require_place(setup.misses, on_disk)
     splits = setup.misses != "load"
     costs = setup.split
+    if on_disk:
+        return None  # reads bound a token, whatever link and host reach
     if costs is None and prices is not None and (splits or prices.host_costs()):
         costs = prices.split_costs()
     if splits and (costs is None or setup.devices > 1):

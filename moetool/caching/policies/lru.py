@@ -44,6 +44,7 @@ class Policy(policy.Policy):
             self._order[key] = self._time = self._time + 1
         if self._used is not None:
             self._before = {key: self._used.get(key, -1) for key in misses}
+            self._time += 1  # misses that get no slot are used later than all before, too
             self._used |= dict.fromkeys([*hits, *misses], self._time)
         return misses
 

@@ -20,27 +20,31 @@ _seconds = st.floats(0.01, 3.0)
 
 
 @st.composite
-def works(draw: st.DrawFn, disk: bool = False) -> EventWork:
-    """Up to eight misses with equal loads and some tokens each, most first."""
-    share = draw(st.floats(0.5, 1.0))
+def works(draw: st.DrawFn, disk: bool = False, most: int = 8, device_grows: bool = False) -> EventWork:
+    """Up to `most` misses with equal loads and some tokens each, most first."""
+    share, host_s = draw(st.floats(0.5, 1.0)), draw(_seconds)
+    device_s = draw(st.floats(0.0, min(0.05, host_s)))
+    growth = draw(st.sampled_from([0.0, 0.05, 0.5]))
+    on_device = growth * draw(st.sampled_from([0.1, 0.5, 1.0])) if device_grows else 0.0
     costs = SplitCosts(
         load_s=draw(_seconds),
-        host_s=draw(_seconds),
-        host_token_s=draw(st.sampled_from([0.0, 0.05, 0.5])),
-        device_s=draw(st.floats(0.0, 0.05)),
+        host_s=host_s,
+        host_knots=((2.0, host_s + growth),),
+        device_s=device_s,
+        device_knots=((2.0, device_s + on_device),),
         start_s=draw(st.sampled_from([0.0, 0.1])),
         link_share=share,
         host_share=draw(st.floats(0.5, 1.0)) if draw(st.booleans()) else share,
         disk_s=draw(_seconds) if disk else 0.0,
     )
-    further = sorted(draw(st.lists(st.integers(0, 20), min_size=1, max_size=8)), reverse=True)
+    tokens = sorted(draw(st.lists(st.integers(1, 21), min_size=1, max_size=most)), reverse=True)
     return EventWork(
         costs=costs,
         resident_s=draw(st.sampled_from([0.0, 0.2])),
         link_s=draw(st.sampled_from([0.0, 0.3])),
-        host_N=[costs.host_s + number * costs.host_token_s for number in further],
-        device_N=[costs.device_s] * len(further),
-        on_disk_N=[draw(st.booleans()) for _ in further] if disk else (),
+        host_N=[costs.host(number) for number in tokens],
+        device_N=[costs.device(number) for number in tokens],
+        on_disk_N=[draw(st.booleans()) for _ in tokens] if disk else (),
     )
 
 
@@ -95,6 +99,13 @@ def test_no_other_split_of_an_event_ends_sooner(work: EventWork) -> None:
 @settings(max_examples=150, deadline=None)
 @given(works(disk=True))
 def test_experts_on_disk_end_within_a_tenth_of_the_best_split(work: EventWork) -> None:
+    best = min(simulated_end(work, loaded) for loaded in every_split(work))
+    assert simulated_end(work, work.loaded()) <= 1.1 * best
+
+
+@settings(max_examples=150, deadline=None)
+@given(works(most=10, device_grows=True))
+def test_a_device_that_takes_longer_for_more_tokens_ends_within_a_tenth_of_the_best_split(work: EventWork) -> None:
     best = min(simulated_end(work, loaded) for loaded in every_split(work))
     assert simulated_end(work, work.loaded()) <= 1.1 * best
 
@@ -193,3 +204,22 @@ def test_by_value_fewer_experts_are_admitted(policy: str) -> None:
     assert 6 <= loads[1] < loads[0]
     with pytest.raises(UsageError, match="always"):
         build_policy(policy, spec, {"admit": "always"}, 6)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_admission_by_value_compares_uses(policy: str) -> None:
+    # by the definition: lru compares the last uses before the event, lfu the numbers of uses with it
+    spec = make_spec(layers=1, experts=5, top_k=1)
+    for seed in range(20):
+        chosen = np.random.default_rng(seed).integers(0, 5, 60).tolist()
+        split = MachineSplit(spec, replace(COSTS, load_s=1e-9), "host")
+        residency = Residency(build_policy(policy, spec, {"admit": "value"}, 2), split=split)
+        last, uses = dict.fromkeys(range(5), -1), dict.fromkeys(range(5), 0)
+        for at, key in enumerate([0, 1, 2, 3, 2, 3, *chosen]):
+            before = set(residency.slot_of)
+            value = last if policy == "lru" else uses
+            victim = min(before, key=lambda other: (value[other], last[other]), default=key)
+            expected = key in before or len(before) < 2 or value[key] + (policy == "lfu") > value[victim]
+            residency.event(event([key]))
+            last[key], uses[key] = at, uses[key] + 1
+            assert (key in residency.slot_of) == expected, (seed, at)
