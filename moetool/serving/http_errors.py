@@ -136,19 +136,20 @@ def _explain(error: Any, body: Any) -> tuple[str, str | None]:
     if not path:  # an error of several fields; the message begins with the one to change
         name = message.partition(":")[0]
         return message, name if isinstance(body, dict) and name in body else None
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _within(body, path))
+    steps = _within(body, path, missing=error["type"] == "missing")
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in steps)
     param = param.removeprefix(".")
     return f"{param}: {message}", param
 
 
-def _within(body: Any, path: Sequence[str | int]) -> list[str | int]:
+def _within(body: Any, path: Sequence[str | int], *, missing: bool) -> list[str | int]:
     """Return the steps of a location within the body, without the branches of unions that pydantic adds."""
     steps: list[str | int] = []
     for number, part in enumerate(path):
         known = part in body if isinstance(body, dict) else isinstance(body, list) and part in range(len(body))
         if known:
             body = body[part]
-        elif not (isinstance(body, dict) and number == len(path) - 1):  # a missing field is the last
+        elif not (missing and isinstance(body, dict) and number == len(path) - 1):  # the last is the field
             continue
         steps.append(part)
     return steps

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from moetool.prompts.messages import MAX_TOOLS, JsonObject, Only, RequestBody, Text, join_turns
 from moetool.serving.request_schema import MAX_STOP_LENGTH, MAX_STOPS, ChatRequest, FunctionName, JsonSchema
@@ -77,10 +77,16 @@ class MessagesTurn(RequestBody):
     ]
 
 
+def _not_hosted(kind: Any) -> Any:
+    if kind != "custom":
+        raise ValueError(f"this server hosts no tool of type {str(kind)[:64]!r}; leave the tool out")
+    return kind
+
+
 class MessagesTool(RequestBody):
     """A function that the model may call."""
 
-    type: Annotated[Any, Only("custom")] = None
+    type: Annotated[Any, AfterValidator(_not_hosted), WithJsonSchema({"enum": ["custom", None]})] = None
     name: FunctionName
     description: Text | None = None
     input_schema: JsonObject = Field(default={})
@@ -121,7 +127,10 @@ class MessagesPrompt(RequestBody):
 
     @model_validator(mode="after")
     def _ends_with_the_user(self) -> Self:
-        if self.messages[-1].role == "assistant":
+        said = [message for message in self.messages if message.content]
+        if not said:
+            raise ValueError("messages: none has content")
+        if said[-1].role == "assistant":
             raise ValueError("messages: the last one must be the user's; this server cannot continue an answer")
         return self
 
@@ -139,7 +148,7 @@ class MessagesPrompt(RequestBody):
         if self.output_config is not None and self.output_config.format is not None:
             schema = {"schema": self.output_config.format.json_schema}
             values["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return ChatRequest.of(values | self._settings())
+        return ChatRequest.of(values | self._settings(), response_format="output_config.format", stop="stop_sequences")
 
     def _settings(self) -> dict[str, Any]:
         """Return the fields of the chat request that say how to generate."""

@@ -221,14 +221,25 @@ class ConversationRequest(RequestBody):
         return self
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Self:
-        """Return the request with these values, which another protocol's request has. Raises: Refusal."""
+    def of(cls, values: dict[str, Any], **fields: str) -> Self:
+        """Return the request with these values, which another protocol's request has.
+
+        Args:
+            fields: the other protocol's names of fields, where they differ.
+
+        Raises:
+            Refusal: the values are no request, in the other protocol's names.
+        """
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            place = "".join(f"{part}: " for part in first["loc"][:1])
-            raise Refusal(place + first["msg"].removeprefix("Value error, ")) from None
+            message = first["msg"].removeprefix("Value error, ")
+            if first["loc"]:
+                message = f"{first['loc'][0]}: {message}"
+            name, _, reason = message.partition(":")
+            name = fields.get(name, name)
+            raise Refusal(f"{name}:{reason}", param=name) from None
 
     @property
     def offered(self) -> list[Tool]:

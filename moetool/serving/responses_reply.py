@@ -9,7 +9,7 @@ from moetool.base.errors import MoetoolError
 from moetool.serving.generation import TextPiece
 from moetool.serving.http_errors import describe
 from moetool.serving.replies import Json, PartsReply, ReplySetup, event_of
-from moetool.serving.responses_schema import ResponsesRequest
+from moetool.serving.responses_schema import ResponsesRequest, ResponsesTool
 
 _TEXT_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
@@ -139,7 +139,7 @@ class ResponsesReply(PartsReply):
             "temperature": request.temperature,
             "text": {"format": request.text.format.model_dump(by_alias=True, exclude_unset=True) or {"type": "text"}},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in request.tools if tool.type in ("function", "namespace")],
+            "tools": [_echo(tool) for tool in request.tools if tool.type in ("function", "namespace")],
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": usage,
@@ -153,3 +153,9 @@ class ResponsesReply(PartsReply):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self.setup.num_prompt_tokens + num_generated,
         }
+
+
+def _echo(tool: ResponsesTool) -> Json:
+    """Return a tool as its request has it; only a namespace has tools."""
+    inner = {"tools": list(map(_echo, tool.tools))} if tool.type == "namespace" else {}
+    return tool.model_dump(exclude={"tools"}) | inner

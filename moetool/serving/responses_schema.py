@@ -7,7 +7,7 @@ of a request that also has functions, since agents send them with every request.
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from moetool.prompts.messages import MAX_TOOLS, JsonObject, JsonValue, Only, RequestBody, Text, join_turns
 from moetool.serving.request_schema import ChatRequest, FunctionName, JsonSchema
@@ -152,6 +152,14 @@ class ResponsesRequest(RequestBody):
     prompt: Annotated[Any, Only()] = None
     truncation: Annotated[Any, Only("disabled")] = None
     top_logprobs: Annotated[Any, Only(0)] = None
+    include: list[Text] = Field(default=[])
+
+    @field_validator("include")
+    @classmethod
+    def _includes_no_logprobs(cls, value: list[str]) -> list[str]:
+        if "message.output_text.logprobs" in value:
+            raise ValueError("message.output_text.logprobs is not supported by this server; leave it out")
+        return value
 
     @model_validator(mode="after")
     def _has_functions_among_its_tools(self) -> Self:
@@ -188,7 +196,9 @@ class ResponsesRequest(RequestBody):
                 ],
                 "tool_choice": choice if isinstance(choice, str) else {"function": {"name": choice.name}},
                 "response_format": {"type": form.type, **schema},
-            }
+            },
+            messages="input",
+            response_format="text.format",
         )
 
     def _turns(self) -> Iterator[dict[str, Any]]:

@@ -49,6 +49,7 @@ def test_calls_whole_and_streamed(scripted: tuple[ScriptedEngine, str]) -> None:
     assert (weather.name, json.loads(weather.arguments)) == ("weather", {"city": "Köln", "days": 2})
     assert (now.name, now.arguments) == ("now", "{}") and now.call_id != weather.call_id
     assert [tool.name for tool in done.tools] == ["weather", "now"]
+    assert all("tools" not in tool.model_dump() for tool in done.tools)
     with client.responses.stream(tools=TOOLS, **GREEDY) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
@@ -129,6 +130,8 @@ def test_functions_of_a_namespace_and_hosted_tools() -> None:
         assert status == 200 and [tool["type"] for tool in body["tools"]] == ["namespace"]
         (call,) = body["output"]
         assert (call["namespace"], call["name"], call["arguments"]) == ("sky", "weather", "{}")
+        assert [tool["name"] for tool in body["tools"][0]["tools"]] == ["weather"]
+        assert "tools" not in body["tools"][0]["tools"][0]
         status, body = post(url, "/v1/responses", GREEDY | {"tools": tools[1:]})
         assert status == 400 and "web_search" in body["error"]["message"] and body["error"]["param"] == "tools"
 
@@ -164,6 +167,10 @@ def test_calls_at_once_reach_a_template_of_single_calls() -> None:
     ]
 
 
+def test_a_sampling_share_of_0_is_accepted(scripted: tuple[ScriptedEngine, str]) -> None:
+    assert post(scripted[1], "/v1/responses", GREEDY | {"top_p": 0})[0] == 200
+
+
 def test_ends_of_an_answer() -> None:
     with serving(ScriptedEngine(max_context=2000)) as (url, _):
         client = client_of(url)
@@ -194,7 +201,11 @@ def test_ends_of_an_answer() -> None:
             "input[0].content[0].type",
         ),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
-        ({"input": []}, "messages"),
+        ({"input": []}, "input:"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"tools": TOOLS, "tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice:"),
+        ({"tools": [*TOOLS, {"type": "function", "name": "no spaces"}]}, "tools[2].name"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tool_choice": {"type": "function", "name": "now"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -209,6 +220,7 @@ def test_ends_of_an_answer() -> None:
 def test_refusals_name_the_field(scripted: tuple[ScriptedEngine, str], more: dict[str, Any], field: str) -> None:
     status, body = post(scripted[1], "/v1/responses", GREEDY | more)
     assert status == 400 and re.match(re.escape(field), body["error"]["message"]), body
+    assert body["error"]["param"] in (None, body["error"]["message"].partition(":")[0])
 
 
 def test_harmless_fields_are_accepted(scripted: tuple[ScriptedEngine, str]) -> None:
