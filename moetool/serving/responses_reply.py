@@ -1,5 +1,6 @@
 """The answers of OpenAI's Responses protocol: whole, and as events."""
 
+import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -8,8 +9,9 @@ from typing import Any
 from moetool.base.errors import MoetoolError
 from moetool.serving.generation import TextPiece
 from moetool.serving.http_errors import describe
+from moetool.serving.json_stream import as_unicode
 from moetool.serving.replies import Json, PartsReply, ReplySetup, event_of
-from moetool.serving.responses_schema import ResponsesRequest, ResponsesTool
+from moetool.serving.responses_schema import CALLABLE, ResponsesRequest, ResponsesTool
 
 _TEXT_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
@@ -55,6 +57,8 @@ class ResponsesReply(PartsReply):
             namespace, function = self._functions.get(name, (None, None))
             call = {"call_id": f"call_{uuid.uuid4().hex[:24]}", "name": name if function is None else function.name}
             item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", **call, "arguments": ""}
+            if function is not None and function.type == "custom":
+                item = {"id": f"ctc_{uuid.uuid4().hex}", "type": "custom_tool_call", **call, "input": ""}
             item |= {} if namespace is None else {"namespace": namespace}
         item["status"] = "in_progress"
         self._items.append(item)
@@ -63,6 +67,8 @@ class ResponsesReply(PartsReply):
             yield self._event("response.content_part.added", **self._content_place, part=self._part(""))
 
     def add_text(self, text: str) -> Iterator[str]:
+        if self._kind == "custom_tool_call":
+            return  # its input is within the arguments, known at their end
         if self._kind == "function_call":
             yield self._event("response.function_call_arguments.delta", **self._item_place, delta=text)
         else:
@@ -77,6 +83,10 @@ class ResponsesReply(PartsReply):
             item["arguments"] = text
             done = {**self._item_place, "name": item["name"], "arguments": text}
             yield self._event("response.function_call_arguments.done", **done)
+        elif self._kind == "custom_tool_call":
+            item["input"] = _input(text)
+            yield self._event("response.custom_tool_call_input.delta", **self._item_place, delta=item["input"])
+            yield self._event("response.custom_tool_call_input.done", **self._item_place, input=item["input"])
         else:
             yield self._event(f"response.{_TEXT_PARTS[self._kind]}.done", **self._text_place, text=text)
             item["content"] = [self._part(text)]
@@ -139,7 +149,7 @@ class ResponsesReply(PartsReply):
             "temperature": request.temperature,
             "text": {"format": request.text.format.model_dump(by_alias=True, exclude_unset=True) or {"type": "text"}},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [_echo(tool) for tool in request.tools if tool.type in ("function", "namespace")],
+            "tools": [_echo(tool) for tool in request.tools if tool.type in (*CALLABLE, "namespace")],
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": usage,
@@ -156,6 +166,14 @@ class ResponsesReply(PartsReply):
 
 
 def _echo(tool: ResponsesTool) -> Json:
-    """Return a tool as its request has it; only a namespace has tools."""
+    """Return a tool as its request has it: only a namespace has tools, only a function parameters."""
     inner = {"tools": list(map(_echo, tool.tools))} if tool.type == "namespace" else {}
-    return tool.model_dump(exclude={"tools"}) | inner
+    return tool.model_dump(exclude={"tools"} if tool.type == "function" else {"tools", "parameters"}) | inner
+
+
+def _input(arguments: str) -> str:
+    """Return the text for a custom tool; the arguments as they are where they have no such text."""
+    try:
+        return as_unicode(json.loads(arguments)["input"])
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return arguments

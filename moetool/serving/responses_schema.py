@@ -1,9 +1,11 @@
 """The supported requests of OpenAI's Responses protocol, and the chat requests that they mean.
 
 Nothing is stored, so requests that need an earlier response are refused by name. Tools that a vendor hosts are left out
-of a request that also has functions, since agents send them with every request.
+of a request that also has functions, since agents send them with every request. A custom tool, which takes a text, is a
+function of one string; a grammar of the text is not enforced.
 """
 
+import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -77,19 +79,31 @@ class FunctionCallItem(RequestBody):
     arguments: Text = ""
 
 
+class CustomCallItem(RequestBody):
+    """A call of a custom tool by the model."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: Text
+    input: Text
+
+
 class FunctionOutputItem(RequestBody):
     """The result of a call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
     output: _Parts
 
 
-_Item = MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem
+_Item = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | FunctionOutputItem
+
+
+CALLABLE = ("function", "custom")
 
 
 class ResponsesTool(RequestBody):
-    """A function, a namespace of functions, or a tool that a vendor hosts."""
+    """A function, a custom tool, a namespace of both, or a tool that a vendor hosts."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     __pydantic_extra__: dict[Text, JsonValue]
@@ -102,7 +116,7 @@ class ResponsesTool(RequestBody):
 
     @model_validator(mode="after")
     def _has_a_name(self) -> Self:
-        if self.name is None and self.type in ("function", "namespace"):
+        if self.name is None and self.type in (*CALLABLE, "namespace"):
             raise ValueError(f"a tool of type {self.type!r} needs a name")
         return self
 
@@ -110,7 +124,7 @@ class ResponsesTool(RequestBody):
 class ResponsesToolChoice(RequestBody):
     """One function that must be called."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: Text
 
 
@@ -173,10 +187,10 @@ class ResponsesRequest(RequestBody):
         """Return (namespace, function) by the name that the model sees."""
         found: dict[str, tuple[str | None, ResponsesTool]] = {}
         for tool in self.tools:
-            if tool.type == "function":
+            if tool.type in CALLABLE:
                 found[str(tool.name)] = (None, tool)
             elif tool.type == "namespace":
-                functions = [inner for inner in tool.tools if inner.type == "function"]
+                functions = [inner for inner in tool.tools if inner.type in CALLABLE]
                 found |= {f"{tool.name}.{inner.name}": (tool.name, inner) for inner in functions}
         return found
 
@@ -217,6 +231,11 @@ class ResponsesRequest(RequestBody):
                     names[item.call_id] = name
                     call = {"id": item.call_id, "function": {"name": name, "arguments": item.arguments}}
                     yield {"role": "assistant", "content": "", "tool_calls": [call]}
+                case CustomCallItem():
+                    names[item.call_id] = item.name
+                    arguments = json.dumps({"input": item.input}, ensure_ascii=False)
+                    call = {"id": item.call_id, "function": {"name": item.name, "arguments": arguments}}
+                    yield {"role": "assistant", "content": "", "tool_calls": [call]}
                 case FunctionOutputItem():
                     result = {"tool_call_id": item.call_id, "name": names.get(item.call_id)}
                     yield {"role": "tool", "content": _text(item.output), **result}
@@ -228,4 +247,5 @@ def _text(parts: list[TextPart | RefusalPart]) -> str:
 
 def _function(name: str, tool: ResponsesTool) -> dict[str, Any]:
     described = {} if tool.description is None else {"description": tool.description}
-    return {"name": name, **described, "parameters": tool.parameters}
+    text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    return {"name": name, **described, "parameters": text if tool.type == "custom" else tool.parameters}

@@ -167,6 +167,40 @@ def test_calls_at_once_reach_a_template_of_single_calls() -> None:
     ]
 
 
+PATCH: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Edit", "format": {"type": "text"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [(r'{"input": "*** \"a\"\n+b"}', '*** "a"\n+b'), ("{}", "{}"), ('{"input": [1]}', '{"input": [1]}')],
+)
+def test_custom_tools_take_a_text(arguments: str, given: str) -> None:
+    reply = f'<tool_call>{{"name": "patch", "arguments": {arguments}}}</tool_call>'
+    engine = ScriptedEngine(reply=reply, max_context=2000)
+    engine.tokenizer.chat_template = TEMPLATE
+    with serving(engine) as (url, _):
+        client = client_of(url)
+        for tools in ([PATCH], [*TOOLS, PATCH]):
+            done = client.responses.create(tools=tools, **GREEDY)
+            assert done.tools[-1].model_dump(exclude_unset=True) == PATCH
+            (call,) = done.output
+            assert (call.type, call.name, call.input) == ("custom_tool_call", "patch", given)
+        with client.responses.stream(tools=[PATCH], **GREEDY) as stream:
+            deltas = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
+            assert stream.get_final_response().output[0].input == given == "".join(deltas)
+        result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "ok"}
+        items: Any = [{"role": "user", "content": "Hi"}, call, result]
+        counted = client.responses.input_tokens.count(model="reference", input=items).input_tokens
+    made = {"name": "patch", "arguments": json.dumps({"input": given})}
+    same = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": call.call_id, "function": made}]},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "ok"},
+    ]
+    with serving(engine) as (url, _):
+        assert counted == post(url, "/tokenize", {"messages": same})[1]["count"]
+
+
 def test_a_sampling_share_of_0_is_accepted(scripted: tuple[ScriptedEngine, str]) -> None:
     assert post(scripted[1], "/v1/responses", GREEDY | {"top_p": 0})[0] == 200
 
@@ -207,6 +241,7 @@ def test_ends_of_an_answer() -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice:"),
         ({"tools": [*TOOLS, {"type": "function", "name": "no spaces"}]}, "tools[2].name"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "custom"}]}, "tools[0]"),
         ({"tool_choice": {"type": "function", "name": "now"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"metadata": {"a": float("nan")}}, "metadata"),
