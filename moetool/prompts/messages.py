@@ -146,8 +146,9 @@ class ChatMessage(RequestBody):
 
     @model_validator(mode="after")
     def _require_content(self) -> Self:
-        if self.content is None and self.role not in ("assistant", "tool"):
-            raise ValueError(f"a message of the role {self.role} needs content")
+        said = self.tool_calls or (self.role == "assistant" and self.reasoning_content is not None)
+        if self.content is None and not said and self.role != "tool":
+            raise ValueError(f"a message of the role {self.role} needs content (the assistant: or tool_calls)")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only messages of the assistant may have tool_calls")
         return self

@@ -28,7 +28,7 @@ def test_templates_get_system_for_developer_and_text_for_null() -> None:
     assert for_template(message)["content"] == ""
     assert for_template(message)["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
     assert for_template(ChatMessage(role="developer", content="x")) == {"role": "system", "content": "x"}
-    for role in ("user", "system", "developer"):
+    for role in ("user", "system", "developer", "assistant"):
         with pytest.raises(ValidationError, match=role):
             ChatMessage.model_validate({"role": role, "content": None})
 
