@@ -6,7 +6,6 @@ import typer
 
 from moetool.base import tables
 from moetool.base.config import parse_bytes
-from moetool.base.types import UNKNOWN_BYTES
 from moetool.cli.flags import Json, Revision
 
 if TYPE_CHECKING:
@@ -70,6 +69,8 @@ def headline(found: "Fit") -> str:
 
 def _print_shape(model: "ConfigModel", as_json: bool) -> None:
     """Print the shape of a model that cannot run."""
+    from moetool.base.types import UNKNOWN_BYTES
+
     spec = model.spec
     if as_json:
         tables.print_json({"fits": False, "problem": model.problem, "spec": spec.to_json()})

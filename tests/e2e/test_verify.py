@@ -290,9 +290,8 @@ def test_a_broken_policy_is_named(reference: Path, monkeypatch: pytest.MonkeyPat
 
     real = HostCompute.start
 
-    def start(self: HostCompute, form: Any, key: int, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        finished = real(self, form, key, x)
-        return lambda: finished() * 2
+    def start(self: HostCompute, *event: Any) -> list[Callable[[], torch.Tensor]]:
+        return [lambda finished=finished: finished() * 2 for finished in real(self, *event)]
 
     monkeypatch.setattr(HostCompute, "start", start)
     made = _verify(
