@@ -20,6 +20,15 @@ from tests.synthetic import make_spec
 HEAVY = ("torch", "transformers", "lightning", "datasets", "pyarrow", "numpy", "scipy", "pandas", "fastapi", "pydantic")
 
 
+@pytest.fixture(scope="module")
+def short_trace(trace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six of the prompts: enough where no figure counts, in a seventh of the time."""
+    from moetool.trace.edit import head
+    from moetool.trace.reader import Trace
+
+    return head(Trace(trace), tmp_path_factory.mktemp("short") / "trace", requests=6).path
+
+
 def _one_line(result: tuple[int, str, str], code: int, *parts: str) -> None:
     found, out, err = result
     assert found == code, err
@@ -156,8 +165,8 @@ def test_several_devices(run: Run, trace: Path, tmp_path: Path) -> None:
     assert code == 0 and "2 devices" in " ".join(out.split())
 
 
-def test_the_best_policy_by_name(run: Run, trace: Path, tmp_path: Path) -> None:
-    replaying = ("replay", "--trace", trace, "--policy", "auto,belady", "--budget", "4MB", "--json")
+def test_the_best_policy_by_name(run: Run, short_trace: Path, tmp_path: Path) -> None:
+    replaying = ("replay", "--trace", short_trace, "--policy", "auto,belady", "--budget", "4MB", "--json")
     code, printed, told = run(*replaying)
     assert code == 0
     assert "auto leaves out moesys, which needs 64 slots" in told
@@ -173,23 +182,25 @@ def test_the_best_policy_by_name(run: Run, trace: Path, tmp_path: Path) -> None:
     assert touched[chosen["policy"]] == min(touched.values())
 
 
-def test_times_by_a_profile(run: Run, trace: Path, tmp_path: Path) -> None:
+def test_times_by_a_profile(run: Run, short_trace: Path, tmp_path: Path) -> None:
     from moetool.trace.reader import Trace
 
     profile, plan = tmp_path / "profile.json", tmp_path / "plan.json"
-    make_profile(Trace(trace).spec, compute(dtype="bfloat16")).save(profile)
-    code, printed, told = run("replay", "--trace", trace, "--policy", "lru", "--budget", "25%", "--profile", profile)
+    make_profile(Trace(short_trace).spec, compute(dtype="bfloat16")).save(profile)
+    code, printed, told = run(
+        "replay", "--trace", short_trace, "--policy", "lru", "--budget", "25%", "--profile", profile
+    )
     assert code == 0, told
     assert "TTFT" in printed
     code, printed, told = run(
-        *("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--frontier", 1),
+        *("plan", "cache", "--trace", short_trace, "--device-memory", "30MB", "--frontier", 1),
         *("--out", plan, "--profile", profile),
     )
     assert code == 0, told
     assert "had the shortest time per output token" in printed
     assert json.loads(plan.read_text())["profile_sha256"]
     assert "Best policy by device memory" in printed
-    planning = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out", plan)
+    planning = ("plan", "cache", "--trace", short_trace, "--device-memory", "30MB", "--out", plan)
     _one_line(run(*planning), 2, "exists already; choose another or pass --overwrite")
     planning += ("--overwrite",)
     _one_line(run(*planning, "--target-tpot", "80ms"), 2, "give its costs with --profile")
@@ -207,12 +218,12 @@ def test_times_by_a_profile(run: Run, trace: Path, tmp_path: Path) -> None:
 
 
 def test_a_plan_is_for_the_device_and_data_type_of_a_server_here(
-    run: Run, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, short_trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moetool.trace.reader import Trace
 
     profile, plan = tmp_path / "profile.json", tmp_path / "plan.json"
-    planning = ("plan", "cache", "--trace", trace, "--device-memory", "31MB", "--frontier", 0)
+    planning = ("plan", "cache", "--trace", short_trace, "--device-memory", "31MB", "--frontier", 0)
     planning += ("--pool", "one", "--out", plan, "--overwrite")
     found = []
     for given in ((), ("--set", "dtype=float32")):
@@ -224,7 +235,9 @@ def test_a_plan_is_for_the_device_and_data_type_of_a_server_here(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (8 << 30, 8 << 30))
-    make_profile(Trace(trace).spec, compute(device="cuda", dtype="bfloat16"), loads={"pinned": flat(1)}).save(profile)
+    make_profile(Trace(short_trace).spec, compute(device="cuda", dtype="bfloat16"), loads={"pinned": flat(1)}).save(
+        profile
+    )
     planning += ("--profile", profile)
     code, _, told = run(*planning)
     assert code == 0, told
@@ -284,12 +297,12 @@ def test_corrupt_parquet(run: Run, trace: Path, tmp_path: Path) -> None:
     _one_line(run("replay", "--trace", broken, "--policy", "lru", "--budget", "50%"), 3, "bytes long, expected")
 
 
-def test_a_plan_by_the_config_alone(run: Run, trace: Path, reference: Path, tmp_path: Path) -> None:
+def test_a_plan_by_the_config_alone(run: Run, short_trace: Path, reference: Path, tmp_path: Path) -> None:
     """Weights are neither read nor compared, but the model must have the trace's layers and experts."""
     config = tmp_path / "config"
     config.mkdir()
     shutil.copy(reference / "config.json", config)
-    plan = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--frontier", 0, "--out")
+    plan = ("plan", "cache", "--trace", short_trace, "--device-memory", "30MB", "--frontier", 0, "--out")
     planning = (*plan, tmp_path / "plan.json")
     code, _, err = run(*planning, "--model", config, "--config-only")
     assert code == 0, err
@@ -301,9 +314,9 @@ def test_a_plan_by_the_config_alone(run: Run, trace: Path, reference: Path, tmp_
     _one_line(run(*planning, "--model", config, "--revision", "main"), 2, "is for a name on the hub")
 
 
-def test_the_plan_of_another_model(run: Run, trace: Path, reference: Path, tmp_path: Path) -> None:
+def test_the_plan_of_another_model(run: Run, short_trace: Path, reference: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    planning = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--frontier", 0)
+    planning = ("plan", "cache", "--trace", short_trace, "--device-memory", "30MB", "--frontier", 0)
     code, _, err = run(*planning, "--out", plan)
     assert code == 0, err
     other = tmp_path / "other"
@@ -354,10 +367,10 @@ def test_replicas_that_cannot_be_made(run: Run, trace: Path, tmp_path: Path) -> 
     assert not any(tmp_path.iterdir())
 
 
-def test_outputs_that_cannot_be_written(run: Run, trace: Path, tmp_path: Path) -> None:
+def test_outputs_that_cannot_be_written(run: Run, short_trace: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    plan = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--frontier", 0, "--out")
+    plan = ("plan", "cache", "--trace", short_trace, "--device-memory", "30MB", "--frontier", 0, "--out")
     _one_line(run(*plan, tmp_path), 2, "is a directory, expected the name of a file")
     _one_line(run(*plan, file / "plan.json"), 1, "what was there before is unchanged")
     assert run(*plan, tmp_path / "new" / "plan.json")[0] == 0
@@ -366,7 +379,7 @@ def test_outputs_that_cannot_be_written(run: Run, trace: Path, tmp_path: Path) -
     _one_line(run(*capture, file / "t"), 1, "what was there before is unchanged")
     _one_line(run(*capture, tmp_path / "new", "--overwrite"), 2, "moetool did not write it")
     _one_line(run("demo", "--out", file), 2, "is a file")
-    _one_line(run("serve", "reference", "--port", 0, "--log", trace), 2, "exists already")
+    _one_line(run("serve", "reference", "--port", 0, "--log", short_trace), 2, "exists already")
 
 
 def test_numbers_that_make_no_sense(run: Run, trace: Path, tmp_path: Path) -> None:
