@@ -241,8 +241,9 @@ def test_what_is_not_served_is_said() -> None:
         answers = paths["/v1/completions"]["post"]["responses"]
         assert set(answers) == {"200", "400", "404", "408", "413", "429", "503"}
         served = {"/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions"}
+        agents = {"/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/input_tokens"}
         others = {"/", "/health", "/metrics", "/stats", "/tokenize", "/detokenize"}
-        assert set(paths) == served | others
+        assert set(paths) == served | agents | others
 
 
 def test_the_description_says_what_is_taken_and_given() -> None:
