@@ -30,7 +30,6 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("paper", "only"),
     [
         ("prism", "Figure 6"),
-        ("director", "Figure 10"),
         ("duoserve", "Table 3"),
         ("finemoe", "Figure 9"),
         ("smoe", "Table I"),
@@ -50,6 +49,15 @@ def test_a_claim_of_each_paper(run: Run, captured: Path, tmp_path: Path, paper: 
     drawn = sorted((tmp_path / "out").glob("*.svg"))
     assert experiments[0] and len(drawn) == sum(experiments) and all(str(one) in files for one in drawn)
     assert all(one.stat().st_size > 1000 for one in drawn)
+
+
+def test_a_claim_whose_tokens_are_missing_says_how_many(run: Run, captured: Path, tmp_path: Path) -> None:
+    given = (f"--trace={name}={captured}" for name in "abc")
+    code, _, err = run("director", "--quick", "--only", "Figure 10", "--out", tmp_path / "out", *given)
+    assert code == 0, err
+    for row in json.loads((tmp_path / "out" / "verdicts.json").read_text())["rows"]:
+        assert row["verdict"] == "cannot be tested here"
+        assert {"3", "64"} <= set(re.findall(r"\d+", row["why"]))
 
 
 def test_claims_are_judged_again_with_other_links(run: Run, captured: Path, tmp_path: Path) -> None:

@@ -43,7 +43,13 @@ NOT_RUN = {
         "moetool doctor --cluster": "Ray on several hosts; tests/cluster/test_hosts.py runs it",
         "PORTS=": "test_rays_commands_are_those_of_ray checks its options",
     },
-    "serving": {"lm_eval": "lm-eval and a data set from the hub", "guidellm run": "guidellm"},
+    "serving": {
+        "lm_eval": "lm-eval and a data set from the hub",
+        "guidellm run": "guidellm",
+        "moetool serve MODEL --set kv_tokens=65536": "a coding agent; tests/e2e/test_coding_agents.py runs two",
+        "ANTHROPIC_BASE_URL=": "Claude Code",
+        "codex": "Codex",
+    },
     "traces": {
         "moetool trace import rollout.jsonl": "rollouts of an engine; test_routed_experts_rows.py imports some",
         "moetool trace import trainer.jsonl": "routes of a trainer; test_routed_experts_rows.py imports some",
