@@ -21,8 +21,8 @@ MODES = ("host", "both")
 """The host computes all misses; or some, while the others are loaded."""
 _PREFETCH = 2  # `moetool.caching.residency.StepKind`
 _FEW = 8  # misses of an event with reads whose split is improved step by step; of more, a part is a small one
-_WAITING = 3
-"""Most transfers on the link with which an expert that the host computed is still admitted (guide of benchmarks)."""
+_MOST_QUEUED = 2
+"""Transfers in the link's queue with which an expert that the host computed is still admitted (guide of benchmarks)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +271,7 @@ class MachineSplit:
 
     def admits(self, free: bool) -> bool:
         """Whether the link takes an expert that the host has computed: always while slots are `free`, else by queue."""
-        return free or len(self._queue) < _WAITING
+        return free or len(self._queue) <= _MOST_QUEUED
 
     def choose(
         self, event: GateEvent, hits: Collection[int], misses: Sequence[int], worth: Sequence[float]

@@ -107,13 +107,13 @@ class ConfigModel:
 
     @property
     def problem(self) -> str:
-        """Why it cannot be run."""
+        """Reason why it cannot be run."""
         own = ", and moetool never runs code from a checkpoint (auto_map)" if self.raw.get("auto_map") else ""
         return f"transformers has no class for the family {self.raw.get('model_type')!r}{own}"
 
     @property
     def origin(self) -> str:
-        """Where the bytes of an expert are from."""
+        """Source of the bytes of an expert."""
         return "by its weight files" if self._stored else "estimated from its config"
 
     def _number(self, what: str, names: tuple[str, ...], most: int) -> int:

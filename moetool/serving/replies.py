@@ -25,7 +25,7 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplySetup:
-    """What is known of an answer before it is generated.
+    """Request, prompt and limits of an answer, before it is generated.
 
     Attributes:
         model: the model name in the request.

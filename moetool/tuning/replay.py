@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from moetool.base import validation as check
-from moetool.base.config import parse
 from moetool.base.errors import MismatchError, UsageError, unknown_name
 from moetool.base.families import require_substitutable
 from moetool.base.tables import numbered
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec, Phase
 from moetool.caching.decision_digest import DecisionDigest
 from moetool.caching.devices import build_policies, open_pool, split_bytes, split_slots, without_pinned
-from moetool.caching.layer_slots import POOL_FORMS, SHARES, equal_slots, require_pool_form, scaled_down
+from moetool.caching.layer_slots import SHARES, equal_slots, require_pool_form, scaled_down
 from moetool.caching.machine_split import MODES, MachineSplit, SplitCosts
 from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policy import Policy, SharedPredictor, policy_class, slots_within
@@ -35,6 +33,7 @@ from moetool.trace.events import gate_events
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.tuning.batches import Batching, batched_forwards
+from moetool.tuning.server_log import late_ends, measured_costs, read_decisions
 
 SERVED = "served"
 """Name for the policies of the server that wrote the log, each from its forward on."""
@@ -377,7 +376,7 @@ class _Source:
         self._sequential = not logged if setup.sequential is None else setup.sequential
         self._requests = setup.requests
         self._batching = setup.batching
-        self.late_ends = [] if self._sequential or self._batching else _late_ends(trace)
+        self.late_ends = [] if self._sequential or self._batching else late_ends(trace)
 
     def requests(self) -> set[int]:
         """Return the requests to replay."""
@@ -445,7 +444,7 @@ class _Run:
         self._misses = "own" if policies[0].computes_on_host else setup.misses
         self._timeline = timeline
         self._live = [policy for policy in policies if policy.live_costs]
-        self._costs = deque(_measured_costs(source.trace))  # of a server, each valid from a forward on
+        self._costs = deque(measured_costs(source.trace))  # of a server, each valid from a forward on
         self._late_ends = deque(source.late_ends)
         self._changes = deque(setup.changes)
         self._reserved_slots = deque(setup.reserved_slots)
@@ -548,11 +547,11 @@ class _Run:
 
 
 def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
-    """Return a server's first policy, and its changes.
+    """Return a server's first policy, and its pool, options and changes.
 
     Raises:
-        UsageError: several devices or a sequential order are requested.
-        MismatchError: the trace is not a server's log, its server had several devices, or its manifest is damaged.
+        UsageError: several devices or another order are requested.
+        MismatchError: as `moetool.tuning.server_log.read_decisions`.
     """
     if setup.devices > 1:
         raise UsageError(f"the server had one device; leave out devices={setup.devices} to replay it")
@@ -561,106 +560,18 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
             f"policy {SERVED} replays the forwards in the order in which the server ran them; "
             "leave out --order sequential and batching"
         )
-    made = trace.manifest["provenance"]
-    name, options, prefetch = made.get("policy"), made.get("options"), made.get("prefetch")
-    if trace.manifest["composition"]["kind"] != "log" or not isinstance(name, str) or made.get("devices") != 1:
-        raise MismatchError(f"{trace.path} is not the log of a server with one device; name policies to replay instead")
-    slots, pinned, found = made.get("layer_slots"), made.get("pinned"), made.get("changes", [])
-    for key, value, kind in (("options", options, dict), ("prefetch", prefetch, dict), ("layer_slots", slots, list)):
-        check.require(isinstance(value, kind), f"manifest.provenance.{key}", value, kind.__name__)
-    check.require(isinstance(pinned, list), "manifest.provenance.pinned", pinned, "a list")
-    _check_slots(trace.spec, slots, pinned)
-    check.require(isinstance(found, list), "manifest.provenance.changes", found, "a list")
-    changes: list[tuple[int, PolicyChoice]] = []
-    for i, row in enumerate(found):
-        at = f"manifest.provenance.changes.{i}"
-        whole = isinstance(row, list) and len(row) == 3 and type(row[0]) is int and isinstance(row[1], str)
-        whole = whole and row[2] in tuple(POOL_FORMS)  # the value may be unhashable
-        check.require(whole, at, row, "a forward, a policy and the form of its pool")
-        check.require_whole(f"{at}.0", row[0], changes[-1][0] if changes else 0)
-        plain = policy_class(row[1]).needs <= {"experts"}
-        check.require(plain, f"{at}.1", row[1], "a policy that needs only experts")
-        changes.append((row[0], PolicyChoice(row[1], row[2])))
-    return name, replace(
+    log = read_decisions(trace)
+    return log.policy, replace(
         setup,
-        options={**setup.options, name: options},
+        options={**setup.options, log.policy: log.options},
         pool="one",
         pool_unit="slots",
-        layer_slots=tuple(slots),
-        pinned=tuple(pinned),
-        limits=parse(PrefetchLimits, prefetch, "manifest.provenance.prefetch"),
-        changes=tuple(changes),
-        reserved_slots=_reserved_slots(made.get("lent", []), pinned),
+        layer_slots=log.layer_slots,
+        pinned=log.pinned,
+        limits=log.limits,
+        changes=log.changes,
+        reserved_slots=log.reserved_slots,
     )
-
-
-def _reserved_slots(found: Any, pinned: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Numbers of slots that a server reserved, each from a forward on. Raises: MismatchError: the log is damaged."""
-    made = _by_forward("lent", found, "a number of slots")
-    check.require(not (made and pinned), "manifest.provenance.lent", found, "none beside pinned experts")
-    return tuple(made)
-
-
-def _late_ends(trace: Trace) -> list[tuple[int, int]]:
-    """Forwards of a server, and requests that ended after each without being in it: cancelled ones.
-
-    Raises:
-        MismatchError: the manifest is invalid.
-    """
-    return _by_forward("ends", trace.manifest["provenance"].get("ends", []), "a request")
-
-
-def _by_forward(name: str, found: Any, what: str) -> list[tuple[int, int]]:
-    """Rows of a log's manifest. Raises: MismatchError: they are not pairs of a forward and `what`, in order."""
-    check.require(isinstance(found, list), f"manifest.provenance.{name}", found, "a list")
-    made: list[tuple[int, int]] = []
-    for i, row in enumerate(found):
-        at = f"manifest.provenance.{name}.{i}"
-        whole = isinstance(row, list) and len(row) == 2 and all(type(part) is int for part in row)
-        check.require(whole, at, row, f"a forward and {what}")
-        check.require_whole(f"{at}.0", row[0], made[-1][0] if made else 0)
-        check.require_whole(f"{at}.1", row[1], 0)
-        made.append((row[0], row[1]))
-    return made
-
-
-def _check_slots(spec: ModelSpec, layer_slots: list[Any], pinned: list[Any]) -> None:
-    """Raises: MismatchError where a log's guaranteed slots or keys of pinned experts do not fit the model."""
-    for name, values in (("layer_slots", layer_slots), ("pinned", pinned)):
-        for i, value in enumerate(values):
-            check.require(type(value) is int, f"manifest.provenance.{name}.{i}", value, "a whole number")
-    if layer_slots:
-        found, expected = len(layer_slots), spec.num_layers
-        check.require_whole("manifest.provenance.layer_slots: layers", found, expected, expected)
-    for layer, own in enumerate(layer_slots):
-        check.require_whole(f"manifest.provenance.layer_slots.{layer}", own, 1, spec.num_experts_L[layer])
-    for i, key in enumerate(pinned):
-        layer, expert = spec.expert_of(key)
-        at = f"manifest.provenance.pinned.{i}"
-        check.require_whole(f"{at}: MoE layer", layer, 0, spec.num_layers - 1)
-        check.require_whole(f"{at}: expert of MoE layer {layer}", expert, 0, spec.num_experts_L[layer] - 1)
-    check.require_distinct("manifest.provenance.pinned", pinned)
-
-
-def _measured_costs(trace: Trace) -> list[tuple[int, float, float]]:
-    """Return a server's measurements (`moetool.runtime.recording.gate_log`): forwards, with seconds of a load and of
-    the host.
-
-    Raises:
-        MismatchError: the manifest is invalid.
-    """
-    found = trace.manifest["provenance"].get("costs", [])
-    check.require(isinstance(found, list), "manifest.provenance.costs", found, "a list")
-    made: list[tuple[int, float, float]] = []
-    for i, row in enumerate(found):
-        at = f"manifest.provenance.costs.{i}"
-        numbers = isinstance(row, list) and len(row) == 3 and all(type(part) in (int, float) for part in row)
-        check.require(numbers, at, row, "a forward and two times")
-        check.require_whole(f"{at}.0", row[0], 0)
-        for part in (1, 2):
-            check.require_positive(f"{at}.{part}", row[part])
-        made.append((row[0], row[1], row[2]))
-    return made
 
 
 def _layer_slots(policy: Policy, setup: ReplaySetup) -> Sequence[int]:

@@ -1,0 +1,148 @@
+"""What the manifest of a server's log says of its decisions, checked before a replay repeats them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moetool.base import validation as check
+from moetool.base.config import parse
+from moetool.base.errors import MismatchError
+from moetool.base.types import ModelSpec
+from moetool.caching.layer_slots import POOL_FORMS
+from moetool.caching.plan import PrefetchLimits
+from moetool.caching.policy import policy_class
+from moetool.caching.policy_changes import PolicyChoice
+from moetool.trace.reader import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedDecisions:
+    """What decided in a server with one device.
+
+    Attributes:
+        policy, options: the first policy.
+        layer_slots: guaranteed slots of each layer; empty: none.
+        pinned: keys of pinned experts.
+        limits: limits of prefetching.
+        changes: forwards, and the policy with its pool form from there on.
+        reserved_slots: forwards, and the slots that hold no experts from there on.
+    """
+
+    policy: str
+    options: Mapping[str, Any]
+    layer_slots: tuple[int, ...]
+    pinned: tuple[int, ...]
+    limits: PrefetchLimits
+    changes: tuple[tuple[int, PolicyChoice], ...]
+    reserved_slots: tuple[tuple[int, int], ...]
+
+
+def read_decisions(trace: Trace) -> ServedDecisions:
+    """Read what decided in the server that wrote a log.
+
+    Raises:
+        MismatchError: the trace is not a server's log, its server had several devices, or its manifest is damaged.
+    """
+    made = trace.manifest["provenance"]
+    name, options, prefetch = made.get("policy"), made.get("options"), made.get("prefetch")
+    if trace.manifest["composition"]["kind"] != "log" or not isinstance(name, str) or made.get("devices") != 1:
+        raise MismatchError(f"{trace.path} is not the log of a server with one device; name policies to replay instead")
+    slots, pinned = made.get("layer_slots"), made.get("pinned")
+    for key, value, kind in (("options", options, dict), ("prefetch", prefetch, dict), ("layer_slots", slots, list)):
+        check.require(isinstance(value, kind), f"manifest.provenance.{key}", value, kind.__name__)
+    check.require(isinstance(pinned, list), "manifest.provenance.pinned", pinned, "a list")
+    _check_slots(trace.spec, slots, pinned)
+    return ServedDecisions(
+        policy=name,
+        options=options,
+        layer_slots=tuple(slots),
+        pinned=tuple(pinned),
+        limits=parse(PrefetchLimits, prefetch, "manifest.provenance.prefetch"),
+        changes=_changes(made.get("changes", [])),
+        reserved_slots=_reserved_slots(made.get("lent", []), pinned),
+    )
+
+
+def _changes(found: Any) -> tuple[tuple[int, PolicyChoice], ...]:
+    """Changes of the policy. Raises: MismatchError: the log is damaged."""
+    check.require(isinstance(found, list), "manifest.provenance.changes", found, "a list")
+    changes: list[tuple[int, PolicyChoice]] = []
+    for i, row in enumerate(found):
+        at = f"manifest.provenance.changes.{i}"
+        whole = isinstance(row, list) and len(row) == 3 and type(row[0]) is int and isinstance(row[1], str)
+        whole = whole and row[2] in tuple(POOL_FORMS)  # the value may be unhashable
+        check.require(whole, at, row, "a forward, a policy and the form of its pool")
+        check.require_whole(f"{at}.0", row[0], changes[-1][0] if changes else 0)
+        plain = policy_class(row[1]).needs <= {"experts"}
+        check.require(plain, f"{at}.1", row[1], "a policy that needs only experts")
+        changes.append((row[0], PolicyChoice(row[1], row[2])))
+    return tuple(changes)
+
+
+def _reserved_slots(found: Any, pinned: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Numbers of slots that a server reserved, each from a forward on. Raises: MismatchError: the log is damaged."""
+    made = _by_forward("lent", found, "a number of slots")
+    check.require(not (made and pinned), "manifest.provenance.lent", found, "none beside pinned experts")
+    return tuple(made)
+
+
+def late_ends(trace: Trace) -> list[tuple[int, int]]:
+    """Forwards of a server, and requests that ended after each without being in it: cancelled ones.
+
+    Raises:
+        MismatchError: the manifest is invalid.
+    """
+    return _by_forward("ends", trace.manifest["provenance"].get("ends", []), "a request")
+
+
+def _by_forward(name: str, found: Any, what: str) -> list[tuple[int, int]]:
+    """Rows of a log's manifest. Raises: MismatchError: they are not pairs of a forward and `what`, in order."""
+    check.require(isinstance(found, list), f"manifest.provenance.{name}", found, "a list")
+    made: list[tuple[int, int]] = []
+    for i, row in enumerate(found):
+        at = f"manifest.provenance.{name}.{i}"
+        whole = isinstance(row, list) and len(row) == 2 and all(type(part) is int for part in row)
+        check.require(whole, at, row, f"a forward and {what}")
+        check.require_whole(f"{at}.0", row[0], made[-1][0] if made else 0)
+        check.require_whole(f"{at}.1", row[1], 0)
+        made.append((row[0], row[1]))
+    return made
+
+
+def _check_slots(spec: ModelSpec, layer_slots: list[Any], pinned: list[Any]) -> None:
+    """Raises: MismatchError where a log's guaranteed slots or keys of pinned experts do not fit the model."""
+    for name, values in (("layer_slots", layer_slots), ("pinned", pinned)):
+        for i, value in enumerate(values):
+            check.require(type(value) is int, f"manifest.provenance.{name}.{i}", value, "a whole number")
+    if layer_slots:
+        found, expected = len(layer_slots), spec.num_layers
+        check.require_whole("manifest.provenance.layer_slots: layers", found, expected, expected)
+    for layer, own in enumerate(layer_slots):
+        check.require_whole(f"manifest.provenance.layer_slots.{layer}", own, 1, spec.num_experts_L[layer])
+    for i, key in enumerate(pinned):
+        layer, expert = spec.expert_of(key)
+        at = f"manifest.provenance.pinned.{i}"
+        check.require_whole(f"{at}: MoE layer", layer, 0, spec.num_layers - 1)
+        check.require_whole(f"{at}: expert of MoE layer {layer}", expert, 0, spec.num_experts_L[layer] - 1)
+    check.require_distinct("manifest.provenance.pinned", pinned)
+
+
+def measured_costs(trace: Trace) -> list[tuple[int, float, float]]:
+    """Return a server's measurements (`moetool.runtime.recording.gate_log`): forwards, with seconds of a load and of
+    the host.
+
+    Raises:
+        MismatchError: the manifest is invalid.
+    """
+    found = trace.manifest["provenance"].get("costs", [])
+    check.require(isinstance(found, list), "manifest.provenance.costs", found, "a list")
+    made: list[tuple[int, float, float]] = []
+    for i, row in enumerate(found):
+        at = f"manifest.provenance.costs.{i}"
+        numbers = isinstance(row, list) and len(row) == 3 and all(type(part) in (int, float) for part in row)
+        check.require(numbers, at, row, "a forward and two times")
+        check.require_whole(f"{at}.0", row[0], 0)
+        for part in (1, 2):
+            check.require_positive(f"{at}.{part}", row[part])
+        made.append((row[0], row[1], row[2]))
+    return made

@@ -1,0 +1,93 @@
+"""Replays of a server's log: its changes, slots and predictor; damaged logs."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool.base.errors import MismatchError, UsageError
+from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplaySetup, replay, replay_served
+from tests.refusals import refused
+from tests.synthetic import make_spec, write_trace
+
+
+def _log(folder: Path, **about: Any) -> Trace:
+    """A server's log of 28 forwards, 7 of each request, with these facts in its manifest."""
+    spec = make_spec(layers=3, experts=8, top_k=2)
+    trace = write_trace(folder, spec, num_requests=4, new_tokens=6, composition="log")
+    facts = {"policy": "lru", "options": {}, "prefetch": {}, "devices": 1, "layer_slots": [], "pinned": []}
+    trace.manifest["provenance"].update({**facts, **about})
+    return trace
+
+
+def test_a_change_holds_from_the_forward_that_the_server_counted(tmp_path: Path) -> None:
+    trace = _log(tmp_path / "log", changes=[[14, "lfu", "layer"]])
+    late, early = (ReplaySetup(requests=frozenset(requests)) for requests in ((2, 3), (0, 1)))
+    assert replay(trace, ["served"], [9000], late)[0].digest == _digest(trace, "lfu", late, "layer")
+    assert replay(trace, ["served"], [9000], early)[0].digest == _digest(trace, "lru", early, "one")
+
+
+def _digest(trace: Trace, policy: str, setup: ReplaySetup, pool: str) -> str:
+    return replay(trace, [policy], [9000], replace(setup, pool=pool))[0].digest
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("layer_slots", [1, 1], r"layer_slots: layers: found 2, expected 3"),
+        ("layer_slots", [1, 1, "a"], r"layer_slots\.2: found a, expected a whole number"),
+        ("layer_slots", [1, 1, 9], r"layer_slots\.2: found 9, expected at most 8"),
+        ("layer_slots", [1, 1, 0], r"layer_slots\.2: found 0"),
+        ("pinned", [1.5], r"pinned\.0: found 1\.5, expected a whole number"),
+        ("pinned", [-1], r"pinned\.0: MoE layer: found -1"),
+        ("pinned", [24], r"pinned\.0: MoE layer: found 3, expected at most 2"),
+        ("pinned", [3, 3], r"pinned: found 3 twice"),
+        ("changes", [[3, "lru"]], r"changes\.0: .*a forward, a policy and the form of its pool"),
+        ("changes", [[3, "lru", []]], r"changes\.0: .*a forward, a policy and the form of its pool"),
+        ("changes", [[-1, "lru", "one"]], r"changes\.0\.0: found -1"),
+        ("changes", [[4, "lru", "one"], [3, "lfu", "one"]], r"changes\.1\.0: found 3, expected 4 or more"),
+        ("changes", [[4, "hybrimoe", "one"]], r"changes\.0\.1: .*needs only experts"),
+        ("lent", [[3]], r"lent\.0: .*a forward and a number of slots"),
+        ("lent", [[3, -1]], r"lent\.0\.1: found -1"),
+        ("lent", [[4, 1], [3, 0]], r"lent\.1\.0: found 3, expected 4 or more"),
+        ("ends", [[3, 0.5]], r"ends\.0: .*a forward and a request"),
+        ("ends", [[3, -1]], r"ends\.0\.1: found -1"),
+    ],
+)
+def test_a_damaged_log_is_refused(tmp_path: Path, field: str, value: Any, said: str) -> None:
+    with pytest.raises(MismatchError, match=said):
+        replay(_log(tmp_path / "log", **{field: value}), ["served"], [9000])
+
+
+def _equal(folder: Path, **about: Any) -> Trace:
+    """A log whose server decided as a replay does."""
+    trace = _log(folder, slots=9, changes=[[14, "lfu", "layer"]])
+    decided = replay(trace, ["served"], [9000])[0].digest
+    trace.manifest["provenance"].update({"decisions": decided, "predictor": None, "state": None, **about})
+    return trace
+
+
+def test_a_log_is_repeated_with_its_slots_or_refused(tmp_path: Path) -> None:
+    row = replay_served(_equal(tmp_path / "log"))
+    assert (row.policy, row.slots) == ("served", 9)
+    for number, (about, fact) in enumerate(
+        [
+            ({"slots": 7}, "decided"),
+            ({"slots": None}, "slots"),
+            ({"decisions": "0" * 16}, "0" * 16),
+            ({"decisions": "0" * 16, "failed_forwards": 3}, "3 failed forwards"),
+            ({"predictor": "abcdef" * 9}, "abcdefabcdef"),
+            ({"state": "f00d" * 9}, "f00d"),
+        ]
+    ):
+        with pytest.raises(MismatchError, match=fact):
+            replay_served(_equal(tmp_path / f"other{number}", **about))
+    with refused(UsageError, "requests"):
+        replay_served(_equal(tmp_path / "part"), ReplaySetup(requests=frozenset([1])))
+
+
+def test_a_log_that_lends_slots_beside_pinned_experts_is_refused(tmp_path: Path) -> None:
+    with refused(MismatchError, "lent", "none", "beside"):
+        replay(_log(tmp_path / "log", pinned=[3], lent=[[4, 1]]), ["served"], [9000])
