@@ -32,6 +32,20 @@ def serving(engine: Any, **options: Any) -> Iterator[tuple[str, HttpServer]]:
         assert ended
 
 
+@contextlib.contextmanager
+def serving_reference(chat_template: str, **options: Any) -> Iterator[str]:
+    """URL of the embedded model with a chat template; `options` as of `serving`."""
+    from moetool.models.checkpoint import Checkpoint
+    from moetool.runtime.assembly import build_engine
+    from moetool.runtime.serve_options import ServeOptions
+
+    engine = build_engine(Checkpoint.open("reference"), options=ServeOptions(kv_tokens=2048), policy="lru")
+    engine.tokenizer.chat_template = chat_template
+    engine.start()
+    with serving(engine, **options) as (url, _):
+        yield url
+
+
 def client_of(url: str) -> Any:
     import openai  # not on every machine with a GPU
 

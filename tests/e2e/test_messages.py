@@ -11,7 +11,7 @@ import pytest
 
 from moetool.serving.server_options import ServerOptions
 from tests.scripted_engine import ScriptedEngine
-from tests.servers import PATIENCE_S, connect, get, post, serving
+from tests.servers import PATIENCE_S, connect, get, post, serving, serving_reference
 
 from .test_tools import REPLY, SCHEMA, TEMPLATE
 
@@ -365,14 +365,7 @@ def test_reasoning_is_a_thinking_block() -> None:
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[str]:
-    from moetool.models.checkpoint import Checkpoint
-    from moetool.runtime.assembly import build_engine
-    from moetool.runtime.serve_options import ServeOptions
-
-    engine = build_engine(Checkpoint.open("reference"), options=ServeOptions(kv_tokens=2048), policy="lru")
-    engine.tokenizer.chat_template = TEMPLATE
-    engine.start()
-    with serving(engine, options=ServerOptions(request_timeout_s=60)) as (url, _):
+    with serving_reference(TEMPLATE, options=ServerOptions(request_timeout_s=60)) as url:
         yield url
 
 

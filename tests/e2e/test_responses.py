@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.scripted_engine import ScriptedEngine
-from tests.servers import client_of, connect, post, serving
+from tests.servers import client_of, connect, post, serving, serving_reference
 
 from .test_tools import REPLY, SCHEMA, TEMPLATE
 
@@ -275,14 +275,7 @@ def test_harmless_fields_are_accepted(scripted: tuple[ScriptedEngine, str]) -> N
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[str]:
-    from moetool.models.checkpoint import Checkpoint
-    from moetool.runtime.assembly import build_engine
-    from moetool.runtime.serve_options import ServeOptions
-
-    engine = build_engine(Checkpoint.open("reference"), options=ServeOptions(kv_tokens=2048), policy="lru")
-    engine.tokenizer.chat_template = TEMPLATE
-    engine.start()
-    with serving(engine) as (url, _):
+    with serving_reference(TEMPLATE) as url:
         yield url
 
 

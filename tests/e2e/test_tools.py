@@ -11,7 +11,7 @@ import pytest
 from moetool.serving.server_options import ServerOptions
 from tests.refusals import refused
 from tests.scripted_engine import ScriptedEngine
-from tests.servers import client_of, connect, get, post, serving
+from tests.servers import client_of, connect, get, post, serving, serving_reference
 
 TEMPLATE = """{% if tools %}<|system|>
 {% for tool in tools %}{{ tool | tojson }}
@@ -49,14 +49,7 @@ def scripted() -> Iterator[tuple[ScriptedEngine, str]]:
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[str]:
-    from moetool.models.checkpoint import Checkpoint
-    from moetool.runtime.assembly import build_engine
-    from moetool.runtime.serve_options import ServeOptions
-
-    engine = build_engine(Checkpoint.open("reference"), options=ServeOptions(kv_tokens=2048), policy="lru")
-    engine.tokenizer.chat_template = TEMPLATE
-    engine.start()
-    with serving(engine) as (url, _):
+    with serving_reference(TEMPLATE) as url:
         yield url
 
 
