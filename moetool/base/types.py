@@ -244,6 +244,12 @@ class GateEvent:
     def __post_init__(self) -> None:
         object.__setattr__(self, "needed", tuple(sorted({e for row in self.experts_TK for e in row})))
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether it has no column beyond the experts."""
+        optional = (self.weights_TK, self.scores_TE, self.hidden_TD, self.ahead_ATE, self.resident_TE)
+        return all(column is None for column in optional)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:

@@ -54,8 +54,13 @@ class EventWindow:
 
     def end(self, info: ForwardInfo, counts: Counts, reserved_slots: int = 0) -> None:
         """End the forward, complete or not; `reserved_slots` were reserved."""
-        bare = replace(info, embedding_TD=None)
-        events = tuple(GateEvent(forward=bare, layer=e.layer, experts_TK=e.experts_TK) for e in self._current)
+        bare = info if info.embedding_TD is None else replace(info, embedding_TD=None)
+        events = tuple(
+            event
+            if event.forward is bare and event.is_bare
+            else GateEvent(forward=bare, layer=event.layer, experts_TK=event.experts_TK)
+            for event in self._current
+        )
         self._current = []
         with self._lock:
             self._forwards.append(WindowForward(bare, events, counts - self._before, reserved_slots))

@@ -38,6 +38,7 @@ from moetool.runtime.experts.machines import (
     RowMachine,
     StepEvent,
     keeps_experts,
+    prefetches_beside,
 )
 from moetool.runtime.experts.pooled_experts import PooledExperts, PoolMachine
 from moetool.runtime.experts.resident_forward import PooledResidentForward
@@ -46,7 +47,7 @@ from moetool.runtime.experts.slot_tables import ExpertWeights, SlotTables
 from moetool.runtime.experts.store import ExpertStore
 
 _CALLED_WITH_ROUTES = (Call.INTERFACE, Call.EXPERTS)
-_MISSES = frozenset({StepKind.LOAD, StepKind.HOST})
+_LOAD, _HOST = StepKind.LOAD, StepKind.HOST
 
 
 class RemoteExperts:
@@ -293,8 +294,12 @@ class ExpertRuntime:
             event, index_TK, weights_TK = self._reroute(event, routed, given.index_TK, given.weights_TK)
             given.index_TK.copy_(index_TK)
             given.weights_TK.copy_(weights_TK)
-        places_of = _places_of(event)
         program = self._program(layer, event)
+        prefetches = prefetches_beside(program)
+        if prefetches is not None and self._tables.hold(layer, event.needed):
+            self._start(prefetches)
+            return True
+        places_of = _places_of(event)
         machine = ProgramMachine(self._pool, layer, self._tables, places_of, given, defers=keeps_experts(program))
         run(program, machine)
         machine.finish()
@@ -360,7 +365,7 @@ class ExpertRuntime:
     def _program(self, layer: MoeLayer, event: GateEvent) -> list[Step]:
         """Return the residency's steps for an event, and count them."""
         self.window.add(event)
-        expert_of, needed = self.residency.policy.spec.expert_of, set(event.needed)
+        expert_of, needed = self.residency.policy.spec.expert_of, event.needed
         self._pool.started.clear()
         if self._resident_forward is not None:
             steps = self._resident_forward.program(event)
@@ -369,12 +374,13 @@ class ExpertRuntime:
         else:
             steps = self.residency.event(event)
         self.uses_L[layer.index] += len(needed)
-        self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in needed for step in steps)
+        missed = [step.key for step in steps if step.kind is _LOAD or step.kind is _HOST]
+        self.misses_L[layer.index] += sum(expert_of(key)[1] in needed for key in missed)
         return steps
 
     def _load_first(self, event: GateEvent, steps: Sequence[Step]) -> GateEvent:
         """Start the loads before an event's first expert; a callback of `Residency.event`."""
-        first = [(step.key, step.slot) for step in steps if step.kind is StepKind.LOAD]
+        first = [(step.key, step.slot) for step in steps if step.kind is _LOAD]
         self._pool.started.update(key for key, _ in first)
         if first and self._pooled is not None:
             self._pooled.moved()

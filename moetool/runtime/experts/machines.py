@@ -227,6 +227,20 @@ def keeps_experts(steps: Sequence[Step]) -> bool:
     return True
 
 
+def prefetches_beside(steps: Sequence[Step]) -> list[Step] | None:
+    """The prefetches of a program that loads nothing else and keeps the experts that it computes; None of any other."""
+    computed: set[int] = set()
+    prefetches: list[Step] = []
+    for step in steps:
+        if step.kind is StepKind.COMPUTE:
+            computed.add(step.slot)
+        elif step.kind is StepKind.PREFETCH and step.slot not in computed:
+            prefetches.append(step)
+        else:
+            return None
+    return prefetches
+
+
 class ProgramMachine(StoreMachine):
     """Locates experts for the calls of a recorded step, which compute them (`moetool.runtime.steps`).
 

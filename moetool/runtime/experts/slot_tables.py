@@ -1,7 +1,7 @@
 """Addresses of experts in slots, for compiled functions on a CPU."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,16 +50,25 @@ class SlotTables:
         self._weights_L: list[ExpertWeights | None] = [self._describe(layer) for layer in loaded.layers]
         self._addresses: dict[tuple[int, int], list[int]] = {}  # by layout and slot
         self._holders: dict[int, tuple[int, int]] = {}  # layer and expert in the tables, by slot
+        self._slot_of_L: list[dict[int, int]] = [{} for _ in loaded.layers]  # the same, by layer and expert
         store.on_replaced = self._remove
 
     def weights(self, layer: MoeLayer) -> ExpertWeights | None:
         """A layer's table, and one of its experts; None if no compiled functions compute them."""
         return self._weights_L[layer.index]
 
+    def hold(self, layer: MoeLayer, experts: Sequence[int]) -> bool:
+        """Whether all these experts are in a layer's table."""
+        slot_of = self._slot_of_L[layer.index]
+        return all(expert in slot_of for expert in experts)
+
     def place(self, layer: MoeLayer, expert: int, slot: int) -> None:
         """Write an expert that its slot holds into the layer's table."""
-        if self._holders.get(slot) == (layer.index, expert):
+        slot_of = self._slot_of_L[layer.index]
+        if (before := slot_of.get(expert)) == slot:
             return
+        if before is not None:  # a policy gave it up, and loaded it again into another slot
+            del self._holders[before]
         self._remove(slot)
         layout = self._layout_of(layer)
         found = self._addresses.get((layout, slot))
@@ -70,6 +79,7 @@ class SlotTables:
             biases = [bias.data_ptr() for bias in weights[1::2]] if layer.form.has_bias else [0, 0]  # type: ignore[union-attr]
             found = self._addresses[layout, slot] = [up.values, up.scale, down.values, down.scale, *biases]
         self._holders[slot] = (layer.index, expert)
+        slot_of[expert] = slot
         self._table(layer.index)[expert] = found
 
     @contextlib.contextmanager
@@ -86,6 +96,7 @@ class SlotTables:
 
     def _remove(self, slot: int) -> None:
         if (holder := self._holders.pop(slot, None)) is not None:
+            del self._slot_of_L[holder[0]][holder[1]]
             self._table(holder[0])[holder[1]] = 0
 
     def _table(self, layer: int) -> np.ndarray:

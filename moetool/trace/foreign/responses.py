@@ -162,7 +162,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class RecordedAnswer:
     """One answer: its routes and model, the position of the first row, and the rows left out as reused or blank.
 
     Attributes:
@@ -177,7 +177,7 @@ class Found:
     notes: list[str]
 
 
-def sequence(where: str, name: str, experts_THK: np.ndarray, facts: ModelFacts, answer: Answer) -> Found:
+def sequence(where: str, name: str, experts_THK: np.ndarray, facts: ModelFacts, answer: Answer) -> RecordedAnswer:
     """Return the routes of one answer.
 
     There is one row less than tokens, since the last token is never forwarded. Further missing rows are those at the
@@ -225,7 +225,7 @@ def sequence(where: str, name: str, experts_THK: np.ndarray, facts: ModelFacts, 
         new_tokens=None if prompt_tokens is None else num_rows + 1 - max(prompt_tokens - start, 0),
         task=answer.task,
     )
-    return Found(
+    return RecordedAnswer(
         sequence=sequence,
         spec=spec,
         start=start,
@@ -235,7 +235,7 @@ def sequence(where: str, name: str, experts_THK: np.ndarray, facts: ModelFacts, 
     )
 
 
-def routes(path: Path, found: list[Found]) -> Routes:
+def routes(path: Path, found: list[RecordedAnswer]) -> Routes:
     """Return all answers of a file."""
     widest = max(found, key=lambda one: one.spec.num_experts)
     notes = [*NOTES, *widest.notes]

@@ -44,7 +44,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     return responses.routes(path, [_read(where, i, row, facts) for i, (where, row) in enumerate(read_objects(path))])
 
 
-def _read(where: str, i: int, row: dict[str, Any], facts: ModelFacts) -> responses.Found:
+def _read(where: str, i: int, row: dict[str, Any], facts: ModelFacts) -> responses.RecordedAnswer:
     if row.get("routed_experts") is None:
         raise MismatchError(f"{where} has no routed_experts, expected them in each object")
     experts_THK = responses.experts(where, row["routed_experts"], facts)

@@ -19,7 +19,7 @@ from moetool.base.errors import MismatchError
 from moetool.trace.foreign import responses
 from moetool.trace.foreign.file_sample import FileSample, read_objects
 from moetool.trace.foreign.model_facts import ModelFacts
-from moetool.trace.foreign.responses import Answer, Found, field, reused_tokens
+from moetool.trace.foreign.responses import Answer, RecordedAnswer, field, reused_tokens
 from moetool.trace.foreign.routes import Routes
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     return responses.routes(path, answers)
 
 
-def _read(where: str, i: int, response: dict[str, Any], facts: ModelFacts) -> Found:
+def _read(where: str, i: int, response: dict[str, Any], facts: ModelFacts) -> RecordedAnswer:
     meta = field(where, response, "meta_info", dict)
     usage = meta if meta is not None else field(where, response, "usage", dict)
     holder = meta if meta is not None else field(where, response, "sglext", dict)
