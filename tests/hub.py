@@ -48,9 +48,9 @@ class Hub:
         path = unquote(urlsplit(request.path).path)
         if self.instead is not None:
             _send(request, 200, {"Content-Type": "text/html"}, self.instead)
-        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path):
+        elif found := re.fullmatch(r"/api/(?:models|datasets)/([^/]+/[^/]+)(?:/([\w-]+)/([^/]+))?(?:/.*)?", path):
             self._describe(request, found[1], found[2] or "revision", found[3] or "main")
-        elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        elif found := re.fullmatch(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._send_file(request, found[1], found[2], found[3])
         else:
             _send(request, 404, {})
@@ -80,7 +80,7 @@ class Hub:
         siblings = [{"rfilename": row["path"]} for row in rows]
         body: Any = (
             rows
-            if what == "tree"
+            if what in ("tree", "paths-info")
             else {"id": name, "sha": self.commit if revision == "main" else revision, "siblings": siblings}
         )
         _send(request, 200, {"Content-Type": "application/json"}, json.dumps(body).encode())
@@ -140,7 +140,7 @@ def running(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         def do_GET(self) -> None:
             hub.answer(self)
 
-        do_HEAD = do_GET
+        do_HEAD = do_POST = do_GET
 
         def log_message(self, *args: Any) -> None:
             pass

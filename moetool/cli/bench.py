@@ -128,26 +128,27 @@ def policies(
         list[str], typer.Option(help="Expert memory as shares of all experts, comma-separated or repeated.")
     ] = ["12.5%,25%,50%"],
     tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens to replay from each trace, rounded to whole requests.")
+        int, typer.Option(min=1, help="Tokens of each trace that count, in whole requests; as many run before them.")
     ] = 2000,
-    warm: Annotated[
-        str | None,
+    start: Annotated[
+        list[str],
         typer.Option(
-            help="Share of the tokens, the first ones, that warm pools and memories, e.g. 50% (default: none)."
+            help="What runs before the tokens that count: cold (nothing), task (other requests of the task), others "
+            "(requests of other tasks); comma-separated."
         ),
-    ] = None,
+    ] = ["cold,task,others"],
+    task: Annotated[str | None, typer.Option(help="Task that counts (default: the last of each trace).")] = None,
     jobs: Jobs = 0,
     as_json: Json = False,
     out: Results = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Replay every policy that needs no training, with Belady's bound."""
+    """Replay every policy that needs no training, cold and warm, with Belady's bound."""
     from moetool.bench.policy_table import PolicyTableOptions, bench_policies
 
     file, whole = _file(out, "policies", overwrite), 10**9
     shares = tuple(parse_bytes(text, whole) / whole for text in listed(budget))
-    warmed = parse_bytes(warm, whole) / whole if warm else 0.0
-    options = PolicyTableOptions(shares=shares, tokens=tokens, warm=warmed, jobs=jobs)
+    options = PolicyTableOptions(shares=shares, tokens=tokens, starts=tuple(listed(start)), task=task, jobs=jobs)
     with tables.progress("traces", len(trace)) as passed:
         made = bench_policies(trace, options, passed, file)
     _hand_over(made, file, as_json)

@@ -165,7 +165,10 @@ def diff(
 
 
 def import_files(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Files of one model, one per task.")],
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE", help="Files of one model, one per task, or addresses: hf://datasets/org/name."),
+    ],
     out: Out,
     format: Annotated[
         str | None,

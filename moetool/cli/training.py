@@ -31,9 +31,16 @@ def train(
         ),
     ] = None,
     settings: Annotated[
-        list[str], settable("Option of the predictor or of training: fit.max_epochs, fit.max_tokens, fit.held_out, ...")
+        list[str],
+        settable(
+            "Option of the predictor or of training: fit.max_epochs, fit.checkpoint=DIR, fit.logger=tensorboard, "
+            "fit.trainer.precision=bf16-mixed, ..."
+        ),
     ] = [],
     seed: Annotated[int, typer.Option(help="Seed for the split, initial weights and sample order.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the checkpoint in fit.checkpoint, if there is one.")
+    ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,
@@ -46,7 +53,7 @@ def train(
     module = plugins.load("predictor", predictor)
     rounding = {"bits": bits, "group": group, "symmetric": symmetric}
     if module.Predictor.made_of == "model":
-        if model is None or not data or trace is not None:
+        if model is None or not data or trace is not None or resume:
             raise UsageError(
                 f"{predictor} is made from a model and text: moetool train {predictor} MODEL --data all --out {out}"
             )
@@ -62,7 +69,7 @@ def train(
         if trace is None or model is not None or data or set(rounding.values()) != {None}:
             raise UsageError(f"{predictor} is trained on a trace: moetool train {predictor} --trace DIR --out {out}")
         fit = parse(FitOptions, options.pop("fit", {}), "fit")
-        card = run(predictor, trace, out, options=options, fit=fit, seed=seed, overwrite=overwrite)
+        card = run(predictor, trace, out, options=options, fit=fit, seed=seed, overwrite=overwrite, resume=resume)
     if as_json:
         tables.print_json(card)
     elif "quantization" in card:

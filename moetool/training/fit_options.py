@@ -1,6 +1,9 @@
 """Options of gradient descent, held-out shares, and networks over a path."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 from moetool.base.config import DROPPED, Span, require_within
 
@@ -39,6 +42,10 @@ class FitOptions:
         held_out: share of the requests for validation, which decides when to stop, and again for test, which training
             never sees: 0.15 trains on 70 %. A trace of one or two requests holds out the same shares of each request's
             last tokens.
+        checkpoint: directory of Lightning's checkpoint, written after each epoch, from which a fit resumes; its logs
+            go there too (default: no checkpoint, and logs beside the predictor).
+        logger: `csv` (metrics.csv), `tensorboard` or `none`.
+        trainer: other arguments of Lightning's Trainer, by name: devices, num_nodes, precision, callbacks, ...
     """
 
     max_epochs: int = 20
@@ -47,6 +54,9 @@ class FitOptions:
     learning_rate: float = 3e-3
     patience: int = 4
     held_out: float = HELD_OUT
+    checkpoint: Path | None = None
+    logger: Literal["csv", "tensorboard", "none"] = "csv"
+    trainer: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_within(self, max_epochs=Span(1), batch_size=Span(2), patience=Span(1), max_tokens=Span(2))

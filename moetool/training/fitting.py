@@ -1,4 +1,4 @@
-"""Fit a predictor by gradient descent. Only this module imports Lightning."""
+"""Fit a predictor by gradient descent. Only this module and `fit_trainer` import Lightning."""
 
 import contextlib
 import itertools
@@ -7,20 +7,21 @@ import math
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from moetool.base import tables
 from moetool.base.errors import MoetoolError
 from moetool.training.fit_options import FitOptions
+from moetool.training.fit_trainer import build_trainer, checkpoint_to_resume
 from moetool.training.predictor import Predictor
 from moetool.training.tokens import Tokens
 
@@ -30,7 +31,15 @@ _SLOWER = 0.3  # factor of the learning rate after half of the patience without 
 
 
 def fit(
-    model: Predictor, train: Tokens, validation: Tokens, options: FitOptions, *, seed: int, folder: Path
+    model: Predictor,
+    train: Tokens,
+    validation: Tokens,
+    options: FitOptions,
+    *,
+    seed: int,
+    folder: Path,
+    facts: Mapping[str, Any],
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Fit `model` in place and leave it on the CPU with the weights of its best epoch.
 
@@ -38,40 +47,37 @@ def fit(
         train: training tokens with all layers.
         validation: tokens that decide when to stop and which epoch is best.
         seed: seed of sample order and dropout.
-        folder: scratch folder for Lightning.
+        folder: where the logs go without `fit.checkpoint`.
+        facts: what else the fit depends on; a checkpoint of other facts is refused.
+        resume: continue from the checkpoint if there is one; on one device this gives the same weights.
 
-    Effects: shows progress on stderr.
+    Effects: shows progress on stderr; writes the log, and the checkpoint of `fit.checkpoint` after each epoch.
 
     Returns:
         Facts of the fit for the card: tokens, epochs, losses of each epoch.
 
     Raises:
+        UsageError: as `build_trainer` and `checkpoint_to_resume`.
+        MismatchError: as `checkpoint_to_resume`.
         MoetoolError: a loss is not finite.
     """
+    fixed = ("max_epochs", "max_tokens", "patience", "batch_size", "learning_rate", "held_out")
+    facts = {**facts, "seed": seed, **{f"fit.{name}": getattr(options, name) for name in fixed}}
+    start = checkpoint_to_resume(options, facts, resume=resume)
     whole_requests = model.remembers and train.example_T is None
     data = _Pairs(train, validation, options, seed, whole_requests=whole_requests, every_layer=model.one_layer)
-    steps = len(data.epoch)
-    total_steps = options.max_epochs * steps
     best = BestEpoch(options.patience)
     stopping = EarlyStopping("validation_loss", patience=options.patience, check_finite=False)
-    with quiet(), tables.progress(f"fitting {model.name}", total_steps) as on_progress:
-        bar = _Bar(on_progress)
-        trainer = pl.Trainer(
-            accelerator="cuda" if torch.cuda.is_available() else "cpu",
-            devices=1,
-            max_epochs=options.max_epochs,
-            callbacks=[best, bar, stopping],
-            plugins=[LightningEnvironment()],  # one process, on whatever cluster it runs
-            num_sanity_val_steps=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-        )
-        with interruptible(), torch.random.fork_rng():
+    bar = _Bar()
+    with quiet():
+        trainer = build_trainer(options, [best, bar, stopping, _FitState(best, stopping, data.order, facts)], folder)
+        data.epoch.processes = trainer.world_size
+        shown = trainer.is_global_zero and not trainer.progress_bar_callback
+        progress = tables.progress(f"fitting {model.name}", options.max_epochs * len(data.epoch))
+        on_progress = progress if shown else contextlib.nullcontext(bar.on_progress)
+        with on_progress as bar.on_progress, interruptible(), torch.random.fork_rng():
             torch.manual_seed(seed)
-            trainer.fit(_Fit(model, options.learning_rate, steps, total_steps), datamodule=data)
+            trainer.fit(_Fit(model, options.learning_rate), datamodule=data, ckpt_path=start, weights_only=True)
     model.cpu().load_state_dict(best.state)
     return {
         "tokens": data.num_tokens,
@@ -84,6 +90,7 @@ def fit(
         "learning_rate": options.learning_rate,
         "patience": options.patience,
         "lightning": pl.__version__,
+        **({"trainer": dict(options.trainer)} if options.trainer else {}),
         **{name: [round(epoch[name], 6) for epoch in best.losses] for name in ("loss", "validation_loss")},
     }
 
@@ -98,16 +105,21 @@ class _Batches(IterableDataset):
     Args:
         draw: yields the pairs of each batch of a pass.
         length: number of batches in a pass.
+
+    Attributes:
+        process, processes: the number of this process among those that take turns with the batches.
     """
 
     def __init__(self, tokens: Tokens, draw: Callable[[], Iterable[Pairs]], length: int) -> None:
         self.tokens, self.draw, self._length = tokens, draw, length
+        self.process, self.processes = 0, 1
 
     def __len__(self) -> int:
-        return self._length
+        return self._length // self.processes
 
     def __iter__(self) -> Iterator[tuple[Tokens, Tensor]]:
-        for token_N, layer_N in self.draw():
+        whole_turns = itertools.islice(self.draw(), len(self) * self.processes)
+        for token_N, layer_N in itertools.islice(whole_turns, self.process, None, self.processes):
             yield self.tokens.take(token_N), layer_N
 
 
@@ -163,6 +175,9 @@ class _Pairs(pl.LightningDataModule):
     Args:
         whole_requests: whether batches hold whole requests.
         every_layer: as in `_token_batches`.
+
+    Attributes:
+        order: generator of the order of training tokens.
     """
 
     def __init__(
@@ -177,7 +192,7 @@ class _Pairs(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         max_tokens = options.max_tokens
-        generator = torch.Generator().manual_seed(seed)
+        self.order = generator = torch.Generator().manual_seed(seed)
         index_N = torch.arange(len(train))
         if max_tokens is not None and max_tokens < len(train):
             index_N = torch.randperm(len(train), generator=generator)[:max_tokens]
@@ -194,10 +209,17 @@ class _Pairs(pl.LightningDataModule):
         self.validation = _Batches(validation, lambda: pairs, len(pairs))
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.epoch, batch_size=None)
+        assert self.trainer is not None
+        self.epoch.process = self.trainer.global_rank
+        return _loader(self.epoch)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.validation, batch_size=None)
+        return _loader(self.validation)
+
+
+def _loader(batches: _Batches) -> DataLoader:
+    """Return a loader that draws from no shared generator, so that a resumed fit has the same random numbers."""
+    return DataLoader(batches, batch_size=None, generator=torch.Generator())
 
 
 class _Fit(pl.LightningModule):
@@ -207,25 +229,26 @@ class _Fit(pl.LightningModule):
         slower: factor of the learning rate, lowered when the validation loss stops falling.
     """
 
-    def __init__(self, predictor: Predictor, learning_rate: float, steps: int, total_steps: int) -> None:
+    def __init__(self, predictor: Predictor, learning_rate: float) -> None:
         super().__init__()
         self.predictor = predictor
         self.learning_rate = learning_rate
-        self.steps, self.total_steps = steps, total_steps
         self.slower = 1.0
 
     def training_step(self, batch: tuple[Tokens, Tensor], batch_idx: int) -> Tensor:
         loss = self.predictor.loss(*batch)
-        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[1]))
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[1]), sync_dist=True)
         return loss
 
     def validation_step(self, batch: tuple[Tokens, Tensor], batch_idx: int) -> None:
-        self.log("validation_loss", self.predictor.loss(*batch), batch_size=len(batch[1]))
+        self.log("validation_loss", self.predictor.loss(*batch), batch_size=len(batch[1]), sync_dist=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, fused=True)
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        steps = total_steps // (self.trainer.max_epochs or 1)
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: self.slower * share_of_rate(step, self.steps, self.total_steps)
+            optimizer, lambda step: self.slower * share_of_rate(step, steps, total_steps)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -273,15 +296,62 @@ class BestEpoch(pl.Callback):
             pl_module.slower *= _SLOWER
 
 
+class _FitState(pl.Callback):
+    """Keeps in checkpoints what Lightning does not: the best epoch, its weights, random numbers, and the fit's facts.
+
+    A resumed fit so gives the same weights. It logs the losses of earlier epochs again, since a CSV log begins anew.
+    """
+
+    def __init__(
+        self, best: BestEpoch, stopping: EarlyStopping, order: torch.Generator, facts: Mapping[str, Any]
+    ) -> None:
+        self._best, self._stopping, self._order, self._facts = best, stopping, order, facts
+        self._found: dict[str, Any] = {}
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["fit"] = {
+            "facts": self._facts,
+            "losses": self._best.losses,
+            "best_epoch": self._best.epoch,
+            "best_weights": self._best.state,
+            "slower": pl_module.slower,
+            "order": self._order.get_state(),
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._found = checkpoint["fit"]
+        self._best.losses, self._best.epoch = self._found["losses"], self._found["best_epoch"]
+        self._best.state = self._found["best_weights"]
+        pl_module.slower = self._found["slower"]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._found:
+            return
+        self._order.set_state(self._found["order"])
+        torch.set_rng_state(self._found["random"])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(self._found["random_cuda"])
+        steps = trainer.global_step // len(self._best.losses)
+        for epoch, losses in enumerate(self._best.losses):
+            for logger in (each for each in trainer.loggers if isinstance(each, CSVLogger)):
+                logger.log_metrics({"epoch": epoch, **losses}, step=(epoch + 1) * steps - 1)
+        trainer.should_stop = self._stopping.wait_count >= self._stopping.patience
+
+
 class _Bar(pl.Callback):
-    """Reports each batch as a step."""
+    """Reports each step."""
 
-    def __init__(self, on_progress: Callable[[int], None]) -> None:
-        self._on_progress, self._steps = on_progress, 0
+    def __init__(self) -> None:
+        self.on_progress: Callable[[int], None] = lambda step: None
 
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        self._steps += 1
-        self._on_progress(self._steps)
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        self.on_progress(trainer.global_step)
 
 
 @contextlib.contextmanager

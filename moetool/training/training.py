@@ -6,9 +6,11 @@ In a trace of one or two requests, such as a single conversation, each request i
 held out.
 """
 
+import contextlib
 import platform
+import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,7 @@ def train(
     fit: FitOptions = FIT,
     seed: int = 0,
     overwrite: bool = False,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Train a predictor on the training requests of a trace and save it.
 
@@ -146,15 +149,18 @@ def train(
         seed: seed of split, initial weights, sample order and dropout; on one machine the same seed gives the same
             weights.
         overwrite: replace `out`.
+        resume: continue a fit that was killed, from the checkpoint of `fit.checkpoint`.
 
-    Effects: writes `out`, whole or not at all. Shows progress where stderr is a terminal.
+    Effects: writes `out`, whole or not at all. Shows progress where stderr is a terminal. Of several processes of one
+    fit (`fit.trainer`), the first writes, and the others end here.
 
     Returns:
         The card.
 
     Raises:
-        UsageError: no such trace, predictor or option; too few requests or tokens; `out` exists.
-        MismatchError: the trace is damaged or lacks a column.
+        UsageError: no such trace, predictor or option; too few requests or tokens; `out` or a checkpoint exists; or
+            options of a fit for a predictor without one.
+        MismatchError: the trace is damaged or lacks a column, or the checkpoint is damaged or of another fit.
         MoetoolError: the loss is not finite, or `out` cannot be written.
     """
     durable.require_absent(out, overwrite, "card.json")
@@ -165,6 +171,8 @@ def train(
         torch.manual_seed(seed)
         model = build(predictor, source.spec, options)
     source.require(model.needs, predictor)
+    if not model.learned and (resume or fit.checkpoint or fit.trainer):
+        raise UsageError(f"{predictor} is counted, not fitted; leave out --resume, fit.checkpoint and fit.trainer")
     split = _split(source, seed, fit.held_out, model.needs)
     tokens = {part: num_tokens(source, split.part(part)) for part in ("train", "validation")}
     if min(tokens.values()) < 2:
@@ -173,7 +181,7 @@ def train(
             f"2 of each; capture more prompts"
         )
     try:
-        with durable.staged_directory(out, overwrite, "card.json") as staged:
+        with _folder(out, overwrite, fit) as staged:
             train_tokens = read(source, model.needs, split.part("train"), staged)
             model.count(train_tokens)
             fitted: dict[str, Any] = {}
@@ -187,6 +195,8 @@ def train(
                     fit,
                     seed=seed,
                     folder=staged,
+                    facts={"predictor": predictor, "options": options, "trace": source.sha256},
+                    resume=resume,
                 )
             facts = {
                 "seed": seed,
@@ -208,6 +218,20 @@ def train(
             f"cannot write the predictor to {out}: {error}; free space or choose another --out"
         ) from error
     return card
+
+
+@contextlib.contextmanager
+def _folder(out: Path, overwrite: bool, fit: FitOptions) -> Iterator[Path]:
+    """Open the folder that becomes `out`; for further processes of a fit, one that goes, and the process with it."""
+    if fit.trainer:
+        from moetool.training.fit_trainer import is_first_process
+
+        if not is_first_process(fit):
+            with tempfile.TemporaryDirectory() as scratch:
+                yield Path(scratch)
+            raise SystemExit(0)
+    with durable.staged_directory(out, overwrite, "card.json") as staged:
+        yield staged
 
 
 def options_for(predictor: str, columns: Collection[str], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class ReplayRow:
         devices: number of devices that share budget and model.
         timing: times on the timeline, with a profile.
         trained_on: number of replayed requests that its predictor was trained on; on new ones it hits less.
+        requests: counts of each request, if one ran after the other; else none.
         misses: as in `ReplaySetup`; `own`: as the policy says, which computes on the host itself.
         bound_s: with costs of link and host, a bound of the time per output token of one request: compute without
             experts, then the misses at the rates of link and host together.
@@ -80,6 +81,7 @@ class ReplayRow:
     devices: int = 1
     timing: Timing | None = None
     trained_on: int = 0
+    requests: tuple[Counts, ...] = ()
     misses: str = "load"
     bound_s: float | None = None
 
@@ -373,10 +375,10 @@ class _Source:
     def __init__(self, trace: Trace, setup: ReplaySetup) -> None:
         self.trace = trace
         logged = trace.manifest["composition"]["kind"] == "log"
-        self._sequential = not logged if setup.sequential is None else setup.sequential
+        self.sequential = not logged if setup.sequential is None else setup.sequential
         self._requests = setup.requests
         self._batching = setup.batching
-        self.late_ends = [] if self._sequential or self._batching else late_ends(trace)
+        self.late_ends = [] if self.sequential or self._batching else late_ends(trace)
 
     def requests(self) -> set[int]:
         """Return the requests to replay."""
@@ -403,7 +405,7 @@ class _Source:
     def _forward_rows(self, columns: Iterable[str]) -> Iterator[tuple[ForwardInfo, TokenBatch]]:
         trace, requests = self.trace, self._requests
         if self._batching is None:
-            return trace.forward_rows(sequential=self._sequential, columns=columns, requests=requests)
+            return trace.forward_rows(sequential=self.sequential, columns=columns, requests=requests)
         whole = (
             rows for rows in trace.whole_requests(columns) if requests is None or int(rows.request_T[0]) in requests
         )
@@ -457,6 +459,8 @@ class _Run:
         self._host_bytes = [0, 0]
         self._phase = Phase.DECODE
         self._warm = Counts(), Counts()  # prefill, decode
+        self._by_request: list[Counts] | None = [] if source.sequential and not setup.batching else None
+        self._before_request = Counts()
         predicts = setup.predictor is not None and policy_class(name).uses(setup.predictor)
         self._trained_on = len(source.requests() & set(setup.trained_on)) if predicts else 0
 
@@ -464,6 +468,9 @@ class _Run:
         """Leave all forwards up to now out of the row."""
         self._warm = self._residency.prefill + Counts(), self._residency.decode + Counts()
         self._bytes, self._host_bytes = [0, 0], [0, 0]
+        self._before_request = self._residency.prefill + self._residency.decode
+        if self._by_request is not None:
+            self._by_request = []
 
     def forward(self, forward: _Forward) -> bool:
         """Begin a forward, and run its events in one call if they are compiled; return whether they were."""
@@ -509,6 +516,10 @@ class _Run:
             self._timeline.end_forward(forward.info)
         for request in forward.ended:
             self._residency.end_request(request)
+        if forward.ended and self._by_request is not None:
+            counts = self._residency.prefill + self._residency.decode
+            self._by_request.append(counts - self._before_request)
+            self._before_request = counts
 
     def row(self, decode_tokens: int) -> ReplayRow:
         timing = None if self._timeline is None else self._timeline.timing()
@@ -532,6 +543,7 @@ class _Run:
             devices=self._devices,
             timing=timing,
             trained_on=self._trained_on,
+            requests=tuple(self._by_request or ()),
             misses=self._misses,
             bound_s=bound_s,
         )

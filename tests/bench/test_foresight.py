@@ -6,8 +6,8 @@ DeepSeek-V2-Lite: with every other sequence of two tasks stored, it is scored on
 the first, and of a task that it has never seen on the 1,500 tokens after the first 1,000. The toy model: on requests of
 stored tasks. Prefetching is off, so that every hit is kept.
 
-Known routes: the traces and the time split of `bench policies --warm 50%`. `KnownRoutes` is foresight that knows the
-next events exactly.
+Known routes: the first 2,000 tokens of three traces, of which the later half counts. `KnownRoutes` is foresight that
+knows the next events exactly.
 """
 
 import time
@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
-from moetool.bench.policy_table import first_requests
 from moetool.caching.layer_slots import equal_slots
 from moetool.caching.policies import foresight
 from moetool.caching.policy import Policy, build_policy
@@ -250,6 +249,18 @@ class KnownRoutes(Policy):
         free_A = self.resident_A.copy()
         free_A[list(locked)] = False
         return int(np.where(free_A, self.worth_A, np.inf).argmin())
+
+
+def first_requests(trace: Trace, tokens: int) -> tuple[frozenset[int], int]:
+    """The first requests with about this number of tokens in all, and their number of tokens."""
+    chosen: list[int] = []
+    total = 0
+    for request, count in zip(*(trace.requests[name].to_pylist() for name in ("request", "tokens")), strict=True):
+        if chosen and total + count > tokens:
+            break
+        chosen.append(request)
+        total += count
+    return frozenset(chosen), total
 
 
 def in_time(trace: Trace) -> tuple[Stream, int]:

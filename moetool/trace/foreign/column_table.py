@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,25 +102,28 @@ def match(columns: Sequence[str], said: Mapping[str, str]) -> dict[str, str]:
     return names
 
 
-def read(path: Path, said: Mapping[str, str]) -> MappedColumns:
+def read(path: Path, said: Mapping[str, str], needs: Sequence[str] = ("layer", "expert")) -> MappedColumns:
     """Read a whole file. Rows with neither a layer nor an expert, such as a line of metadata, are left out.
+
+    Args:
+        needs: fields that must have a column.
 
     Raises:
         MismatchError: it is damaged, or not a table.
-        UsageError: no column is known to be the layer or the expert.
+        UsageError: no column is known to be one that is needed.
     """
     import pyarrow.compute as pcompute
 
     table = read_table(path)
     names = match(table.column_names, said)
-    for field in ("layer", "expert"):
+    for field in needs:
         if field not in names:
             raise UsageError(
                 f"{path} has the columns {', '.join(table.column_names)}, of which none is known to be the {field}; "
                 f"name it with --map {field}=COLUMN"
             )
     num_rows = len(table)
-    blank = pcompute.and_(*(pcompute.is_null(table[names[field]]) for field in ("layer", "expert")))
+    blank = reduce(pcompute.and_, (pcompute.is_null(table[names[field]]) for field in needs))
     table = table.filter(pcompute.invert(blank))
     if not len(table):
         raise MismatchError(f"{path} has no rows, expected some; download it again")

@@ -20,6 +20,7 @@ from moetool.trace import expert_counts
 from moetool.trace.expert_counts import Counted
 from moetool.trace.foreign.detection import guess
 from moetool.trace.foreign.import_settings import FindModel, Settings, no_model
+from moetool.trace.foreign.remote_files import downloaded, is_address
 from moetool.trace.foreign.routes import Routes, RouteSequence
 from moetool.trace.reader import MANIFEST
 from moetool.trace.rows import TokenBatch
@@ -72,7 +73,7 @@ def _has(module: ModuleType, functions: Sequence[str]) -> bool:
 
 
 def import_trace(
-    files: Sequence[Path],
+    files: Sequence[Path | str],
     format: str | None,
     out: Path,
     *,
@@ -85,7 +86,8 @@ def import_trace(
     """Write the routes of one or more files of one model as a trace, or their counts as a folder of counts.
 
     Args:
-        files: one file per task; for counts, the files of one recording.
+        files: one file per task; for counts, the files of one recording. Addresses such as `hf://datasets/org/name`
+            are downloaded (`moetool.trace.foreign.remote_files`).
         format: one of `formats_with("read_routes", "read_counts")`, or the dotted name of such a module; None detects
             it.
         tokens_as: phase of sequences without a marked prompt: `decode` (the first token is the prompt, each later one
@@ -96,14 +98,45 @@ def import_trace(
         find_model: finds the model that `settings` names (`moetool.models.shape.shape_of`).
 
     Raises:
-        UsageError: a file does not exist, or the format is unknown or cannot be detected; a sequence of a task occurs
-            twice; `out` exists; a fact about the model is neither in the file nor given; or `tokens_as` is given for
-            files with marked prompts.
+        UsageError: a file or address does not exist, or the format is unknown or cannot be detected; a sequence of a
+            task occurs twice; `out` exists; a fact about the model is neither in the file nor given; or `tokens_as` is
+            given for files with marked prompts.
+        MoetoolError: an address cannot be read.
         MismatchError: a file is damaged or of another format, or the files are of different models.
     """
     durable.require_absent(out, overwrite, MANIFEST)
     if not files:
         raise UsageError("nothing to import; give the path of a file of routes or counts")
+    said = config.parse(Settings, settings or {}, "--set")
+    if tokens_as not in (None, *TOKENS_AS):
+        raise unknown_name("--as", tokens_as, TOKENS_AS)
+    addresses = [str(file) for file in files if is_address(file)]
+    with downloaded(files) as local:
+        reader, format, guessed = _reader(local, format, mapping)
+        provenance = {
+            "imported": {
+                "format": format,
+                **({"guessed": guessed} if guessed else {}),
+                **({"addresses": addresses} if addresses else {}),
+                "settings": {name: value for name, value in asdict(said).items() if value not in (None, False)},
+            },
+            "versions": {"moetool": __version__},
+        }
+        more = {"mapping": mapping} if getattr(reader, "TAKES_MAP", False) else {}
+        facts = said.facts(find_model)
+        if hasattr(reader, "read_counts"):
+            if tokens_as or said.task:
+                raise UsageError(f"{format} holds counts without tokens; leave out --as and --set task")
+            return _write_counts(reader.read_counts(local, facts, **more), local, out, provenance, overwrite)
+        sources = [(file, _sha256(file), reader.read_routes(file, facts, **more)) for file in local]
+        _check_sources(sources, said.task, tokens_as)
+        return _write_routes(sources, said, tokens_as, out, provenance, overwrite)
+
+
+def _reader(
+    files: Sequence[Path], format: str | None, mapping: Mapping[str, str] | None
+) -> tuple[ModuleType, str, str | None]:
+    """Return the module that reads these files, its name, and the reason for it if it was detected."""
     for file in files:
         for part in _files_in(file):
             require_itself(part)
@@ -115,37 +148,15 @@ def import_trace(
     reader = plugins.load("format", format)
     if not _has(reader, ("read_routes", "read_counts")):
         raise unknown_name("format of routes", format, formats_with("read_routes", "read_counts"))
-    if tokens_as not in (None, *TOKENS_AS):
-        raise unknown_name("--as", tokens_as, TOKENS_AS)
-    said = config.parse(Settings, settings or {}, "--set")
     folders = getattr(reader, "READS_FOLDERS", False)
     for file in files:
         if not (file.is_dir() if folders else file.is_file()):
             if file.is_dir():
                 raise UsageError(f"{file} is a directory, but {format} needs files: give them, as in {file}/*")
             raise UsageError(f"no {'directory' if folders else 'file'} at {file}; give the path of a {format} file")
-    takes_map = getattr(reader, "TAKES_MAP", False)
-    if mapping and not takes_map:
+    if mapping and not getattr(reader, "TAKES_MAP", False):
         raise UsageError(f"{format} has fixed columns; leave out --map, or use --format columns")
-    more = {"mapping": mapping} if takes_map else {}
-    provenance = {
-        "imported": {
-            "format": format,
-            **({"guessed": guessed} if guessed else {}),
-            "settings": {name: value for name, value in asdict(said).items() if value not in (None, False)},
-        },
-        "versions": {"moetool": __version__},
-    }
-    if hasattr(reader, "read_counts"):
-        if tokens_as or said.task:
-            raise UsageError(f"{format} holds counts without tokens; leave out --as and --set task")
-        return _write_counts(
-            reader.read_counts(files, said.facts(find_model), **more), files, out, provenance, overwrite
-        )
-    facts = said.facts(find_model)
-    sources = [(file, _sha256(file), reader.read_routes(file, facts, **more)) for file in files]
-    _check_sources(sources, said.task, tokens_as)
-    return _write_routes(sources, said, tokens_as, out, provenance, overwrite)
+    return reader, format, guessed
 
 
 def _guess(files: Sequence[Path]) -> tuple[str, str]:
@@ -207,8 +218,10 @@ def _twins(sources: Sequence[_Source]) -> list[str]:
     seen: dict[bytes, Path] = {}
     found = []
     for file, _, routes in sources:
-        content = b"".join(sequence.experts_TS.tobytes() for sequence in routes.sequences)
-        if (twin := seen.setdefault(hashlib.sha256(content).digest(), file)) is not file:
+        content = hashlib.sha256()
+        for sequence in routes.sequences:
+            content.update(sequence.experts_TS.tobytes())
+        if (twin := seen.setdefault(content.digest(), file)) is not file:
             found.append(f"{file.name} holds the same routes as {twin.name}: if they are ranks of one group, give one")
     return found
 

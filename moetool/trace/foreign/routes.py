@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from moetool.trace.rows import TokenBatch
 
 
+_ROWS = 1 << 16  # rows of float32 at a time
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSequence:
     """The routes of one sequence of tokens, in their order.
@@ -132,9 +135,14 @@ def renormalized(spec: ModelSpec, facts: ModelFacts, weights_TS: np.ndarray | No
     """Return the spec with `renormalize` set if weights sum to 1 per token and layer; a given spec unchanged."""
     if facts.spec is not None or weights_TS is None:
         return spec
+    return replace(spec, renormalize=bool((np.abs(weight_sums(spec, weights_TS) - 1) < 0.01).all()))
+
+
+def weight_sums(spec: ModelSpec, weights_TS: np.ndarray) -> np.ndarray:
+    """Return sums_TL float32 of each token's weights in a layer."""
     starts = np.cumsum([0, *spec.top_k_L[:-1]])
-    sums_TL = np.add.reduceat(weights_TS.astype(np.float32), starts, axis=1)
-    return replace(spec, renormalize=bool((np.abs(sums_TL - 1) < 0.01).all()))
+    parts = np.array_split(weights_TS, 1 + len(weights_TS) // _ROWS)
+    return np.concatenate([np.add.reduceat(part.astype(np.float32), starts, axis=1) for part in parts])
 
 
 def check(

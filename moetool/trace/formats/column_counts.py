@@ -1,9 +1,11 @@
-"""Any table of counts: a row for each layer and expert with a number of tokens.
+"""Any table of counts: a row for each layer and expert with a number of tokens, or a file of experts for each layer.
 
 With a column for the time (a window, a training step), each time is a pass of its own. Columns are identified by name
-or `--map` (`moetool.trace.foreign.column_table`).
+or `--map` (`moetool.trace.foreign.column_table`). Without a column for the layer, a file is of the layer whose number
+its name ends with (`layer_3.csv`), and the files together are one recording.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,36 +26,55 @@ TAKES_MAP = True
 
 
 def recognize(sample: FileSample) -> str | None:
-    """Recognize columns for the layer, the expert and a count."""
+    """Recognize columns for the layer, the expert and a count; the layer may be in the file's name."""
     names = column_table.match(column_table.column_names(sample), {})
-    if not {"layer", "expert", "count"} <= names.keys():
+    if not {"expert", "count"} <= names.keys() or ("layer" not in names and _layer_of(sample.path) is None):
         return None
     return f"a table that counts: {', '.join(f'{field} ({name})' for field, name in names.items())}"
+
+
+def _layer_of(path: Path) -> int | None:
+    """Return the number that the name of a file ends with, if it may be a layer's."""
+    found = re.fullmatch(r"(?:.*[^\d.])?(\d{1,4})", path.name.removesuffix(".gz").rpartition(".")[0])
+    return int(found[1]) if found else None
 
 
 def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, str] | None = None) -> Counted:
     """Return the counts of each file, or of each time in it, as a pass; an expert without a row has 0.
 
     Raises:
-        MismatchError: a file is damaged, or has an expert of a layer twice.
-        UsageError: a column is unknown, or the number of experts, top-k or the bytes of an expert are not given.
+        MismatchError: a file is damaged, or has an expert of a layer twice; or files of layers have unequal times.
+        UsageError: a column is unknown, no column or name tells the layer, or the number of experts, top-k or the bytes
+            of an expert are not given.
     """
-    found, notes = [], []
+    found: list[list[np.ndarray]] = []
+    by_layer: list[list[np.ndarray]] = []
+    notes: list[str] = []
     for path in paths:
-        mapped = column_table.read(path, mapping or {})
+        mapped = column_table.read(path, mapping or {}, needs=("expert",))
+        layer = None if "layer" in mapped.names else _layer_of(path)
+        if "layer" not in mapped.names and layer is None:
+            raise UsageError(f"{path} has no column known to be the layer; name it with --map layer=COLUMN")
         if "count" not in mapped.names:
             raise UsageError(f"{path} has no column known to be the count; name it with --map count=COLUMN")
-        rows_R3 = np.stack(
-            [
-                column_table.whole_numbers(path, mapped.names[field], mapped.table[mapped.names[field]])
-                for field in ("layer", "expert", "count")
-            ],
-            axis=1,
-        )
+        columns = {
+            field: column_table.whole_numbers(path, name, mapped.table[name])
+            for field, name in mapped.names.items()
+            if field in ("layer", "expert", "count")
+        }
+        layer_R = columns.get("layer", np.full(len(mapped.table), layer or 0))
+        rows_R3 = np.stack([layer_R, columns["expert"], columns["count"]], axis=1)
         time_R = None if "time" not in mapped.names else mapped.table[mapped.names["time"]]
-        found += passes(path, rows_R3, time_R)
+        (found if layer is None else by_layer).append(passes(path, rows_R3, time_R))
         notes += [f"{path.name}: {note}" for note in mapped.notes]
-    return counted(paths, found, facts, notes)
+    if by_layer:
+        if found or len({len(each) for each in by_layer}) > 1:
+            raise MismatchError(f"{paths[0]} and the files beside it have unequal times or columns; import them apart")
+        joined = [np.concatenate(parts) for parts in zip(*by_layer, strict=True)]
+        if any(len(np.unique(rows_R3[:, :2], axis=0)) < len(rows_R3) for rows_R3 in joined):
+            raise MismatchError(f"{paths[0]} and the files beside it have a layer twice; import them apart")
+        found, notes = [joined], ["the layer of each file is the number that its name ends with", *notes]
+    return counted(paths, [each for one in found for each in one], facts, notes)
 
 
 def passes(path: Path, rows_R3: np.ndarray, times: "pa.ChunkedArray | None", repeat: int = 1) -> list[np.ndarray]:

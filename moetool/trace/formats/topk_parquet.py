@@ -18,11 +18,21 @@ from moetool.base.errors import MismatchError, first_line
 from moetool.base.types import UNKNOWN_BYTES, ModelSpec
 from moetool.trace.foreign.file_sample import FileSample
 from moetool.trace.foreign.model_facts import ModelFacts, require_even, spec_from_routes
-from moetool.trace.foreign.routes import Routes, RouteSequence, check, one_task, renormalized, whole_requests
+from moetool.trace.foreign.routes import (
+    Routes,
+    RouteSequence,
+    check,
+    one_task,
+    renormalized,
+    weight_sums,
+    whole_requests,
+)
 from moetool.trace.reader import Trace
 
 _ANSWERS = "first generated token"
 _KEYS = ("model", "moe_layers", "num_experts", "top_k", "layout")
+_BATCH_ROWS = 1 << 14
+_VALUES = {"sequence": np.int32, "position": np.int32, "expert_ids": np.int16, "weights": np.float16}
 _MODELS: dict[str, dict[str, int]] = {
     # config.json: hidden_size 2048, moe_intermediate_size 1408, n_shared_experts 2; three bfloat16 matrices per expert
     "deepseek-ai/DeepSeek-V2-Lite": {"hidden_size": 2048, "num_shared_experts": 2, "expert_bytes": 3 * 2048 * 1408 * 2}
@@ -36,22 +46,22 @@ def recognize(sample: FileSample) -> str | None:
 
 
 def read_routes(path: Path, facts: ModelFacts) -> Routes:
-    """Read and check the whole file.
+    """Read and check the whole file, a part at a time.
 
     Raises:
         MismatchError: it is damaged, not such a file, or of another model than the given one.
     """
     try:
-        table = pq.read_table(path, page_checksum_verification=True)
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            header = _header(path, file.schema_arrow.metadata or {})
+            spec = facts.adopt(path, _spec(path, header, facts))
+            columns = _columns(path, file, sum(spec.top_k_L))
     except (pa.ArrowException, OSError) as error:
         raise MismatchError(
             f"{path} is not a complete Parquet file ({first_line(error)}); download it again"
         ) from error
-    header = _header(path, table.schema.metadata or {})
-    spec = facts.adopt(path, _spec(path, header, facts))
-    columns = _columns(path, table, sum(spec.top_k_L))
     check(path, spec, columns["expert_ids"], columns["weights"])
-    sums_TL = columns["weights"].astype(np.float32).reshape(len(table), spec.num_layers, -1).sum(axis=2)
+    sums_TL = weight_sums(spec, columns["weights"])
     task = header.get("task", path.stem)
     answers = _ANSWERS in header.get("positions", "")
     notes = [
@@ -176,25 +186,32 @@ def _number(path: Path, header: dict[str, str], key: str) -> int:
     return number
 
 
-def _columns(path: Path, table: pa.Table, width: int) -> dict[str, np.ndarray]:
-    expected = _types(width)
-    if sorted(table.column_names) != sorted(expected):
+def _columns(path: Path, file: pq.ParquetFile, width: int) -> dict[str, np.ndarray]:
+    expected, found = _types(width), file.schema_arrow
+    if sorted(found.names) != sorted(expected):
         raise MismatchError(
-            f"{path} has the columns {', '.join(table.column_names)}, expected {', '.join(expected)}; "
-            f"is it a file of routes?"
+            f"{path} has the columns {', '.join(found.names)}, expected {', '.join(expected)}; is it a file of routes?"
         )
-    columns = {}
+    columns, num_rows = {}, file.metadata.num_rows
     for name, kind in expected.items():
-        column = table[name].combine_chunks()
-        if not column.type.equals(kind) and not _same_list(column.type, kind):
-            raise MismatchError(f"{path} has {name} of type {column.type}, expected {kind}; does its header fit?")
-        flat = column.flatten() if width and pa.types.is_fixed_size_list(kind) else column
-        if column.null_count or flat.null_count:
-            raise MismatchError(f"{path} has empty cells in {name}, expected a value in each; download it again")
-        values = flat.to_numpy(zero_copy_only=False)
-        columns[name] = values.reshape(-1, width) if flat is not column else values
-    if not len(table):
+        if not found.field(name).type.equals(kind) and not _same_list(found.field(name).type, kind):
+            raise MismatchError(
+                f"{path} has {name} of type {found.field(name).type}, expected {kind}; does its header fit?"
+            )
+        listed = pa.types.is_fixed_size_list(kind)
+        columns[name] = np.empty((num_rows, width) if listed else num_rows, _VALUES[name])
+    if not num_rows:
         raise MismatchError(f"{path} has no rows, expected one for each token; download it again")
+    row = 0
+    for batch in file.iter_batches(_BATCH_ROWS):
+        for name, values in columns.items():
+            column = batch.column(name)
+            flat = column.flatten() if values.ndim > 1 else column
+            if column.null_count or flat.null_count:
+                raise MismatchError(f"{path} has empty cells in {name}, expected a value in each; download it again")
+            part = values[row : row + len(batch)]
+            part[:] = flat.to_numpy(zero_copy_only=False).reshape(part.shape)
+        row += len(batch)
     return columns
 
 
@@ -223,7 +240,7 @@ def _sequences(path: Path, columns: dict[str, np.ndarray], prompt_tokens: int | 
             RouteSequence(
                 name=str(number),
                 prompt_tokens=prompt_tokens,
-                experts_TS=columns["expert_ids"][start:end].astype(np.uint16),
+                experts_TS=columns["expert_ids"][start:end].view(np.uint16),
                 weights_TS=columns["weights"][start:end],
             )
         )

@@ -34,6 +34,37 @@ def test_each_time_is_a_pass(tmp_path: Path) -> None:
         import_trace([tmp_path / "f.csv"], None, tmp_path / "u")
 
 
+def layer_files(folder: Path, times: int = 1) -> list[Path]:
+    """A file for each layer, with its experts' counts."""
+    files = [folder / f"counts.layer_{i + 1}.csv" for i in range(3)]
+    for i, file in enumerate(files):
+        rows = [f"{t},{e},{COUNTS[t, i, e]}" for t in range(times) for e in range(4)]
+        file.write_text("\n".join(["time,expert,count", *rows]) + "\n")
+    return files
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_file_for_each_layer(tmp_path: Path, times: int) -> None:
+    made = import_trace(layer_files(tmp_path, times), None, tmp_path / "t")
+    found = ExpertCounts(tmp_path / "t")
+    assert (found.counts_WLE == COUNTS[:times]).all() and found.spec.layer_ids_L == (1, 2, 3)
+    assert made.requests == times
+
+
+def test_files_of_layers_that_do_not_go_together(tmp_path: Path) -> None:
+    files = layer_files(tmp_path, 2)
+    (tmp_path / "other").mkdir()
+    twice = layer_files(tmp_path / "other", 2)[0]
+    with refused(MoetoolError, files[0].name, "twice"):
+        import_trace([*files, twice], None, tmp_path / "t")
+    short = layer_files(tmp_path / "other", 1)
+    with refused(MoetoolError, files[0].name, "unequal"):
+        import_trace([files[0], short[1]], None, tmp_path / "t")
+    unnamed = files[0].rename(tmp_path / "counts.csv")
+    with refused(MoetoolError, unnamed.name, "layer"):
+        import_trace([unnamed], "column_counts", tmp_path / "t")
+
+
 def layer_rows() -> list[dict[str, int]]:
     return [{"layer": i + 1, **{f"expert_{e}": int(COUNTS[0, i, e]) for e in range(4)}} for i in range(3)]
 
