@@ -181,6 +181,9 @@ def plan_cache(
         room=cache(partial(memory.stored_bytes, spec)),
     )
     left_out = candidates.require(budget)
+    pools, forms = len(candidates.fitting(budget)), {"one": 0, "auto": 2}.get(search.pool, 1)
+    pools = pools * (search.frontier + 2 + forms + 5 * search.tuned) + search.frontier  # more with a target time
+    candidates.progress.expect(pools * len(used | held_out) // 2)
     budgets = budgets_between(memory.least_bytes, memory.most_bytes, memory.slot_bytes, search.frontier)
     if target_tpot_s is not None:
         if profile is None:

@@ -78,6 +78,32 @@ def tpot_s(row: ReplayRow) -> float | None:
     return None if row.timing is None else row.timing.tpot_mean_s
 
 
+class SearchProgress:
+    """The replays of a search as one amount: pools times their requests.
+
+    Args:
+        report: called with the activity, the amount done and the total.
+    """
+
+    def __init__(self, report: Callable[[str, int, int], None]) -> None:
+        self._report = report
+        self._begun = self._expected = 0
+
+    def expect(self, amount: int) -> None:
+        """Expect this amount in all; more may follow."""
+        self._expected = amount
+
+    def part(self, amount: int) -> Callable[[str, int, int], None]:
+        """Begin a replay of this amount; returns what shows its progress."""
+        before, self._begun = self._begun, self._begun + amount
+
+        def show(_: str, tokens: int, all_tokens: int) -> None:
+            done = before + amount * tokens // max(1, all_tokens)
+            self._report("replaying candidates (requests)", done, max(self._expected, self._begun))
+
+        return show
+
+
 class Candidates:
     """Candidate policies, replayed on one half of the requests, once per budget.
 
@@ -85,6 +111,7 @@ class Candidates:
         options: values for the policies' `Options`, with the host's costs for policies that use them.
         used: choosing requests.
         held_out: held-out requests.
+        progress: of all replays together.
 
     Policies with host compute are timed as if their experts lay in host memory. If these lie on disk, only policies
     requested by name are candidates.
@@ -117,6 +144,7 @@ class Candidates:
             self.options = with_host_costs(self._names, self.options, Prices(profile, trace.spec, timeline))
         self._setup = replace(setup, options=self.options, pool_unit="slots")
         self._predictor_bytes, self._room = predictor_bytes, room
+        self.progress = SearchProgress(setup.on_progress)
         self._rows: dict[int, list[ReplayRow]] = {}
         self._mispriced: dict[str, str] = {}
         for name in self._names:
@@ -208,7 +236,9 @@ class Candidates:
             budgets: budgets for experts alone.
             changes: values of `ReplaySetup` instead of the candidates' own.
         """
-        return replay_with_jobs(self.trace, names, budgets, replace(self._setup, requests=requests, **changes))
+        show = self.progress.part(len(names) * len(budgets) * len(requests))
+        setup = replace(self._setup, requests=requests, on_progress=show, **changes)
+        return replay_with_jobs(self.trace, names, budgets, setup)
 
     def winners(self, budgets: Iterable[int]) -> dict[int, ReplayRow]:
         """Return the best candidate for each budget, on the choosing requests; none where none fits."""

@@ -92,7 +92,12 @@ def test_a_time_needs_decoded_tokens(tmp_path: Path, slow: Any) -> None:
 
 
 def test_the_frontier_is_the_plans_of_its_budgets(trace: Trace, slow: Any) -> None:
-    plan = choose_cache(trace, 13_500, profile=slow, frontier=4, **FIXED)
+    shown: list[tuple[str, int, int]] = []
+    plan = choose_cache(trace, 13_500, profile=slow, frontier=4, on_progress=lambda *now: shown.append(now), **FIXED)
+    assert len({title for title, _, _ in shown}) == 1  # one amount for all replays, which never restarts
+    done, totals = [now[1] for now in shown], [now[2] for now in shown]
+    assert done == sorted(done) and totals == sorted(totals)
+    assert 1.1 * totals[0] > totals[-1] >= done[-1] > totals[0] / 2
     memory = [point["device_memory_bytes"] for point in plan.frontier]
     assert memory == [5_500, 12_500, 13_500, 19_500, 27_500]
     assert [point["chosen"] for point in plan.frontier].count(True) == 1
