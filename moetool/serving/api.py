@@ -22,8 +22,8 @@ from moetool.serving.detokenize import Vocabulary
 from moetool.serving.generation import Frontend
 from moetool.serving.grammars import Grammars
 from moetool.serving.http_errors import BodyLimit, Refusal
-from moetool.serving.index_page import HEADERS as PAGE_HEADERS
-from moetool.serving.index_page import index_page
+from moetool.serving.live_page import HEADERS as PAGE_HEADERS
+from moetool.serving.live_page import PAGE
 from moetool.serving.messages_reply import MessagesReply
 from moetool.serving.messages_schema import MessagesRequest
 from moetool.serving.metrics import Metrics
@@ -165,7 +165,7 @@ def create_app(
 
     @app.get("/", response_class=HTMLResponse)
     async def index() -> HTMLResponse:
-        return HTMLResponse(index_page(short_name, asks_for_key=api_key is not None), headers=PAGE_HEADERS)
+        return HTMLResponse(PAGE, headers=PAGE_HEADERS)
 
     token_routes.install(app, engine, require_model)
     return app

@@ -1,7 +1,7 @@
 """GET /metrics: the engine's counters and client latencies in Prometheus' format."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -65,6 +65,12 @@ _GAUGES = {
     "gate_log_rows_waiting": _Entry("moetool_gate_log_rows_waiting", "Rows of the gate log in memory."),
     "gate_log_failing": _Entry("moetool_gate_log_failing", "1 while the gate log cannot be written."),
 }
+_LAYERS = {
+    "needed": _Entry("moetool_layer_needed_experts", "Experts that a layer's events needed (of ranks: its tokens)."),
+    "hits": _Entry("moetool_layer_expert_hits", "Those of them that were resident."),
+    "loaded": _Entry("moetool_layer_loaded_experts", "Loads of a layer's experts, on demand and ahead."),
+    "resident": _Entry("moetool_layer_resident_experts", "Experts of a layer in the pool, or on ranks."),
+}
 
 
 class Metrics:
@@ -121,4 +127,17 @@ class _Collector(Collector):
                 make = CounterMetricFamily if counter else GaugeMetricFamily
                 families[entry.name] = make(entry.name, entry.help, labels=label)
             families[entry.name].add_metric(label_value, value)
-        return families.values()
+        yield from families.values()
+        yield from _by_layer(self._engine.stats())
+
+
+def _by_layer(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    """The counts of each layer, labelled by its number in the model."""
+    experts = stats.get("experts") or {"layers": (), "by_layer": {}}
+    for name, values in experts["by_layer"].items():
+        entry = _LAYERS[name]
+        make = GaugeMetricFamily if name == "resident" else CounterMetricFamily
+        family = make(entry.name, entry.help, labels=["layer"])
+        for layer, value in zip(experts["layers"], values, strict=True):
+            family.add_metric([str(layer)], value)
+        yield family

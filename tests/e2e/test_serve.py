@@ -1,6 +1,9 @@
 """The real engine behind the real server, asked by the real client."""
 
+import json
+import re
 import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +23,7 @@ from moetool.runtime.assembly import build_engine
 from moetool.runtime.request import Output, SamplingParams, Unavailable
 from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
+from tests.live_page import missing_fields
 from tests.refusals import refused
 from tests.servers import client_of, eventually, get, serving
 
@@ -30,7 +34,10 @@ PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said
 def engine(reference: Path) -> Any:
     # 20 MB: dense weights 6.5, KV cache 8.5, and a quarter of the experts
     made = build_engine(
-        Checkpoint.open("reference"), options=ServeOptions(kv_tokens=2048), policy="lru", device_memory_bytes=20_000_000
+        Checkpoint.open("reference"),
+        options=ServeOptions(kv_tokens=2048, oracle_s=4),
+        policy="lru",
+        device_memory_bytes=20_000_000,
     )
     assert made.store.num_slots < made.spec.total_experts // 3
     made.start()
@@ -135,6 +142,47 @@ def test_metrics_add_up(client: openai.OpenAI, engine: Any) -> None:
     _, _, text = get(str(client.base_url).removesuffix("/v1/"), "/metrics")
     assert f'moetool_expert_uses_total{{outcome="missed"}} {float(metrics["misses"])}' in text
     assert "The engine's" not in text  # every number of an engine says what it is
+    layers = _layers(text)
+    assert [sum(layers[name]) for name in ("needed_experts_total", "expert_hits_total", "loaded_experts_total")] == [
+        counts.needed,
+        counts.kept + counts.prefetched,
+        counts.loads,
+    ]
+    assert sum(layers["resident_experts"]) == engine.residency.num_residents and len(layers) == 4
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    names = {name for query in queries for name in re.findall(r"\bmoetool_\w+", query)}
+    printed = {re.split("[{ ]", line)[0] for line in text.splitlines()}
+    assert len(queries) > 20 and names <= printed
+
+
+def _layers(text: str) -> dict[str, list[float]]:
+    """Values of /metrics by layer."""
+    found: dict[str, list[float]] = {}
+    for name, value in re.findall(r'^moetool_layer_(\w+){layer="\d+"} (\S+)$', text, re.MULTILINE):
+        if not name.endswith("_created"):
+            found.setdefault(name, []).append(float(value))
+    return found
+
+
+def test_the_page_shows_the_server(client: openai.OpenAI, engine: Any) -> None:
+    url = str(client.base_url).removesuffix("/v1/")
+    _complete(client, PROMPTS[0])
+    eventually(lambda: engine.stats()["oracle"])
+    stats = json.loads(get(url, "/stats")[2])
+    assert not missing_fields("serverView", stats)
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("no chromium")
+    shown = subprocess.run(
+        [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=6000", "--dump-dom", url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+    texts = re.sub(r"<script.*?</script>|<[^>]+>", " ", shown, flags=re.DOTALL)
+    assert "ready, renewed every 2 s" in texts and "lru (serving)" in texts and "belady" in texts
+    assert f"{engine.residency.num_residents} of {engine.spec.total_experts} experts are resident" in texts
+    assert f"{100 * stats['engine']['hit_rate']:.1f} %" in texts
 
 
 def _answer(engine: Any, prompt: list[int], max_tokens: int = 8) -> list[Output]:

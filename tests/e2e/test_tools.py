@@ -336,10 +336,11 @@ def test_answers_without_a_limit_are_bounded() -> None:
     assert engine.submitted[-1].max_tokens == ServerOptions().default_max_tokens == 4096
 
 
-def test_the_index_page_links_what_is_there() -> None:
+def test_the_page_is_without_data_and_links_what_is_there() -> None:
     with serving(ScriptedEngine(), api_key="secret") as (url, _):
         status, headers, page = get(url, "/")
-        assert status == 200 and "default-src 'none'" in headers["content-security-policy"] and "Bearer" in page
+        assert status == 200 and "default-src 'none'" in headers["content-security-policy"]
+        assert "reference" not in page and get(url, "/stats")[0] == 401
     with serving(ScriptedEngine()) as (url, _):
         links = re.findall(r'href="([^"]+)"', get(url, "/")[2])
         assert len(links) == 5

@@ -1,4 +1,4 @@
-"""Web page of a running cluster, and the scheduler's observations and decisions as JSON."""
+"""The live page of an edge cluster at its head, and the scheduler's observations and decisions as JSON."""
 
 import json
 import threading
@@ -7,24 +7,15 @@ from dataclasses import dataclass
 from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
 from moetool.base.errors import UsageError
+from moetool.serving.live_page import HEADERS, PAGE
 from moetool.serving.origins import OriginRules
 from moetool.serving.web_names import host_name
-
-_PAGE = Path(__file__).with_name("dashboard.html")
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
 
 _PORT = 8090
 
@@ -111,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif (why := self.rules.refusal(Headers(raw=_raw(self.headers)))) is not None:
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", f"{why}\n".encode())
         elif path == "/":
-            self._answer(HTTPStatus.OK, "text/html; charset=utf-8", _PAGE.read_bytes())
+            self._answer(HTTPStatus.OK, "text/html; charset=utf-8", PAGE.encode())
         elif path == "/stats":
             content = json.dumps(self.snapshot(), allow_nan=False).encode()
             self._answer(HTTPStatus.OK, "application/json", content)
@@ -131,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: HTTPStatus, kind: str, content: bytes) -> None:
         self.send_response(status)
-        for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
+        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET, HEAD")

@@ -58,6 +58,7 @@ class ReportHistory:
             "expert_s": stats.expert_s / stats.expert_pairs if stats.expert_pairs else None,
             "tokens": float(stats.tokens_LE.sum()),
             "seconds": stats.seconds,
+            "memory_bytes": dict(stats.memory_bytes),
         }
 
     @property

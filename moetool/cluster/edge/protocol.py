@@ -60,6 +60,7 @@ class WorkerStats:
         request_s: seconds of each finished request.
         failed: requests that ended in an error.
         waiting: unfinished requests.
+        memory_bytes: bytes of memory by use.
     """
 
     server: int
@@ -77,6 +78,7 @@ class WorkerStats:
     request_s: tuple[float, ...] = ()
     failed: int = 0
     waiting: int = 0
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

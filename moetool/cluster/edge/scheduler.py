@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from moetool.base import config, durable
 from moetool.base.config import POSITIVE, SHARE, Span, require_within
 from moetool.base.errors import CapacityError, first_line, unknown_name
 from moetool.base.types import Cluster, ModelSpec
+from moetool.caching.expert_counts import expert_map
 from moetool.cluster.edge.history import ReportHistory
 from moetool.cluster.edge.load_statistics import Statistics
 from moetool.cluster.edge.protocol import ArrivedExpert, MigrationRoundResult, WorkerInfo, WorkerStats
@@ -144,6 +145,7 @@ class Scheduler:
         self._steps: list[Move] = []
         self._target: dict[int, frozenset[Place]] | None = None
         self._moving: ReplacementRecord | None = None
+        self._loaded_NLE = np.zeros((num_servers, spec.num_layers, spec.num_experts), np.int64)
         self._moved = np.zeros(3)  # in this migration: copies, seconds of transfer, rounds
         self._now_s: float | None = None
         self._resume = False
@@ -225,8 +227,7 @@ class Scheduler:
             self._shown = {
                 "now_s": self._now_s,
                 "model": spec.name,
-                "layers": list(spec.layer_ids_L),
-                "experts": list(spec.num_experts_L),
+                "experts": expert_map(spec, self._places(held)),
                 "pairs": sum(spec.top_k_L),
                 "planner": self.options.planner,
                 "decide": self.options.decide,
@@ -249,14 +250,21 @@ class Scheduler:
                     }
                     for server, info, places in zip(self.cluster.servers, infos, held, strict=True)
                 ],
-                "wanted": [
-                    [round(float(value), 1) for value in tokens_LE.ravel()] for tokens_LE in self.statistics.tokens_NLE
-                ],
                 **self.history.to_json(),
             }
             return self._shown
         finally:
             self._lock.release()
+
+    def _places(self, held: Sequence[frozenset[Place]]) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
+        """Each server's name, its experts, recent uses by its users, and copies to it."""
+        for server, places, used_LE, loaded_LE in zip(
+            self.cluster.servers, held, self.statistics.tokens_NLE, self._loaded_NLE, strict=True
+        ):
+            resident_LE = np.zeros(used_LE.shape, np.int64)
+            for place in places:
+                resident_LE[place] = 1
+            yield server.name, resident_LE, used_LE, loaded_LE
 
     @property
     def _horizon_s(self) -> float:
@@ -352,8 +360,9 @@ class Scheduler:
             [(step.gpu, step.place) for step in drops],
             [(step.gpu, step.place, self._nearest(step.gpu, step.place, left)) for step in copies],
         )
-        for (server, _), moved in made.arrived.items():
+        for (server, place), moved in made.arrived.items():
             self.statistics.moved(server, moved)
+            self._loaded_NLE[(server, *place)] += 1
         busy_s = sum(moved.seconds for moved in made.arrived.values())
         self._moved += (len(made.arrived), busy_s, 1)
         for _, place, error in made.failed:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moetool.base.errors import MismatchError, MoetoolError
@@ -169,7 +169,8 @@ class Worker:
     def stats(self) -> WorkerStats:
         """Counters since the last call."""
         metrics = self._engine.metrics()
-        return self._meter.take(int(metrics["queue_running"] + metrics["queue_waiting"]))
+        stats = self._meter.take(int(metrics["queue_running"] + metrics["queue_waiting"]))
+        return replace(stats, memory_bytes=self._engine.memory_bytes())
 
     def drain(self) -> None:
         """Accept no more requests and finish running ones; still compute experts for others."""

@@ -69,6 +69,7 @@ class BatchLoop:
         self._over = False  # events are no longer taken
         self._seating = options.seating or RankAssignment(server_G=tuple(cluster.server_G))
         self._seats = 0  # seats per rank
+        self.memory_bytes: dict[str, int] = {}
         self._batch_size = 0
         self._due: float | None = None  # when the next batch could have begun
         self._ending = False  # the ranks were told to end the running batch
@@ -198,6 +199,7 @@ class BatchLoop:
         self.ranks.greet(gpu, channel, hello["migration"])
         self.max_context = hello["max_context"]
         self._seats = hello["seats"]
+        self.memory_bytes = hello["memory_bytes"]
         self.max_requests = self._seats * len(self._seating.ranks(range(len(self._cluster.gpus))))
 
     def _lose(self, gpu: int | None, channel: RankChannel) -> None:

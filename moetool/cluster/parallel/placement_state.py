@@ -43,6 +43,8 @@ class PlacementState:
         placed_GLE: the placement after the newest stage.
         version: version of that stage.
         slots_G: expert slots of each GPU, all layers together.
+        used_GLE: uses of experts by each GPU's own tokens since the start.
+        loaded_GLE: experts that each GPU received in migrations since the start.
         deciding: start time of the pending decision, or None.
     """
 
@@ -72,6 +74,7 @@ class PlacementState:
         self.costs, self._patience_s = costs, patience_s
         self.control: BatchReplacement
         self.placed_GLE: np.ndarray
+        self.used_GLE, self.loaded_GLE = np.zeros((2, *placed_GLE.shape), np.int64)
         self.use(control, placed_GLE, migrate)
 
     def use(self, control: BatchReplacement, placed_GLE: np.ndarray, migrate: str) -> None:
@@ -154,10 +157,12 @@ class PlacementState:
             server_G=self._cluster.server_G,
         )
         self.version += len(made)
+        self.loaded_GLE += decision.placed_GLE & ~self.placed_GLE
         self.placed_GLE = decision.placed_GLE
         return [asdict(stage) for stage in made]
 
     def note(self, record: BatchRecord, moved_s: float, num_ranks: int) -> None:
         """Record a finished batch; arguments as for `Costs.note`."""
+        self.used_GLE += record.tokens_GLE
         self.control.saw(record.tokens_GLE)
         self.costs.note(record, moved_s, num_ranks)

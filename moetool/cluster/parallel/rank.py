@@ -147,6 +147,10 @@ class Rank:
                     "seats": self._batcher.max_requests,
                     "revision": loaded.spec.revision,
                     "content": loaded.checkpoint.content,
+                    "memory_bytes": {
+                        "dense": sum(tensor.nbytes for tensor in loaded.model.parameters() if not tensor.is_meta),
+                        "kv_cache": self._batcher.kv_bytes,
+                    },
                 }
             )
             self._opened = stack.pop_all()

@@ -14,6 +14,7 @@ import numpy as np
 from moetool.base.errors import CapacityError, MoetoolError, UsageError
 from moetool.base.types import Cluster, ModelSpec
 from moetool.base.validation import outside_vocabulary
+from moetool.caching.expert_counts import expert_map
 from moetool.cluster.certificates import Authority
 from moetool.cluster.listener import Acceptor
 from moetool.cluster.parallel.batch_loop import BatchLoop
@@ -290,13 +291,20 @@ class RankHead:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Return the metrics with the last batches and decisions, and measured costs."""
+        """Return the metrics with the last batches and decisions, measured costs, memory, and experts by rank."""
         ranks, placing = self.loop.ranks, self.loop.placing
+        held_G = placing.placed_GLE.sum(axis=(1, 2))
+        counts = zip(placing.placed_GLE, placing.used_GLE, placing.loaded_GLE, strict=True)
         return {
             "placement": self.control.placement,
             "ranks": ranks.members,
             "generation": ranks.generation,
-            "experts_held": placing.placed_GLE.sum(axis=(1, 2)).tolist(),
+            "experts_held": held_G.tolist(),
+            "experts": expert_map(self.spec, [(f"GPU {gpu}", *counts_3LE) for gpu, counts_3LE in enumerate(counts)]),
+            "memory_bytes": {
+                **{part: size * len(ranks.members) for part, size in self.loop.memory_bytes.items()},
+                "expert_slots": int(held_G.sum()) * self.spec.slot_bytes,
+            },
             "batches": [record.to_json() for record in self.batches[-8:]],
             "control_error": placing.error or None,
             "costs": placing.costs.to_json(),

@@ -16,6 +16,7 @@ from moetool.base.errors import UsageError
 from moetool.base.families import find
 from moetool.base.types import ForwardInfo, GateEvent
 from moetool.caching.devices import Pool
+from moetool.caching.expert_counts import ExpertCounts
 from moetool.caching.policy import Policy
 from moetool.caching.program import run
 from moetool.caching.residency import Step, StepKind
@@ -47,7 +48,7 @@ from moetool.runtime.experts.slot_tables import ExpertWeights, SlotTables
 from moetool.runtime.experts.store import ExpertStore
 
 _CALLED_WITH_ROUTES = (Call.INTERFACE, Call.EXPERTS)
-_LOAD, _HOST = StepKind.LOAD, StepKind.HOST
+_LOAD = StepKind.LOAD
 
 
 class RemoteExperts:
@@ -94,8 +95,7 @@ class ExpertRuntime:
 
     Attributes:
         max_rows_L: most rows of an expert of each layer for which one call computes all experts on a CPU; 0: never.
-        uses_L: how often each layer needed an expert.
-        misses_L: how often it was not resident.
+        counts: how often each expert was needed, missed and loaded.
         window: the last events.
         recorded: graphs of `compute_by_table` usable in this forward, by layer.
         deferred_events: layers and routes of this forward that the residency receives after it. They are computed
@@ -118,8 +118,7 @@ class ExpertRuntime:
         self.store = store
         self._remote, self._lock = remote, nullcontext() if remote is None else remote.lock
         self._pool = ExpertPool(store, HostCompute(store))
-        self.uses_L = [0] * loaded.spec.num_layers
-        self.misses_L = [0] * loaded.spec.num_layers
+        self.counts = ExpertCounts(loaded.spec)
         self._watching: dict[int, OrderedDict[int, Callable[[torch.Tensor], None]]] = {}  # by layer, by handle
         self._info: ForwardInfo | None = None
         self._needs = residency.policy.columns
@@ -181,7 +180,7 @@ class ExpertRuntime:
                 if self.on_costs is not None:
                     self.on_costs(info.forward_id, *new)
             if "embeddings" not in self._needs:
-                self._start(self.residency.begin_forward(info))
+                self._start_first(self.residency.begin_forward(info))
         if self._pooled is not None:
             self._pooled.begin_forward(len(info.request_T))
 
@@ -365,7 +364,6 @@ class ExpertRuntime:
     def _program(self, layer: MoeLayer, event: GateEvent) -> list[Step]:
         """Return the residency's steps for an event, and count them."""
         self.window.add(event)
-        expert_of, needed = self.residency.policy.spec.expert_of, event.needed
         self._pool.started.clear()
         if self._resident_forward is not None:
             steps = self._resident_forward.program(event)
@@ -373,9 +371,7 @@ class ExpertRuntime:
             steps = self.residency.event(event, self._load_first)
         else:
             steps = self.residency.event(event)
-        self.uses_L[layer.index] += len(needed)
-        missed = [step.key for step in steps if step.kind is _LOAD or step.kind is _HOST]
-        self.misses_L[layer.index] += sum(expert_of(key)[1] in needed for key in missed)
+        self.counts.add(steps)
         return steps
 
     def _load_first(self, event: GateEvent, steps: Sequence[Step]) -> GateEvent:
@@ -446,7 +442,12 @@ class ExpertRuntime:
     def _on_embedded(self, embedding_TD: torch.Tensor) -> None:
         if self._info is not None:
             self._info = replace(self._info, embedding_TD=request_means(self._info, embedding_TD))
-            self._start(self.residency.begin_forward(self._info))
+            self._start_first(self.residency.begin_forward(self._info))
+
+    def _start_first(self, steps: list[Step]) -> None:
+        """Count and start the prefetches before a forward's first event."""
+        self.counts.add(steps)
+        self._start(steps)
 
     def _start(self, steps: list[Any]) -> None:
         if steps and self._pooled is not None:

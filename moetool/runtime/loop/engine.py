@@ -18,6 +18,7 @@ import psutil
 
 from moetool.base.errors import MoetoolError
 from moetool.base.types import ForwardInfo
+from moetool.caching.devices import Pool
 from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching.residency import Counts, Residency
 from moetool.models.loading import LoadedModel
@@ -292,19 +293,19 @@ class Engine:
         """Hit rate by layer, bytes by tier, bytes of an expert, stall, prefetch recall, and memory by use.
 
         `prefetch_recall` is the share of needed experts not kept in cache that were prefetched, in time or late. Rates
-        are null before the first event. `oracle` compares the last forwards (`LiveOracle`), and `policy_changes` lists
-        each new policy with its first forward. `host_experts_read` is the order in which host memory is filled.
-        `recorded_steps` says whether decode steps run as programs (`moetool.runtime.steps`), or why not; null beside a
-        GPU.
+        are null before the first event. `experts` counts uses and loads by layer and by expert (`expert_map`). `oracle`
+        compares the last forwards (`LiveOracle`), and `policy_changes` lists each new policy with its first forward.
+        `host_experts_read` is the order in which host memory is filled. `recorded_steps` says whether decode steps run
+        as programs (`moetool.runtime.steps`), or why not; null beside a GPU.
         """
         counts, read = self.residency.counts, self.store.stats
-        reserved = self.residency.reserved_slots
-        reserved_bytes = reserved * self.store.pool_bytes // self.store.num_slots
         fetched = counts.prefetched + counts.missed + counts.hosted
-        uses, misses = self.runtime.uses_L, self.runtime.misses_L
+        experts = self.runtime.counts.to_map(self.spec, _residents(self.residency))
+        by_layer = experts["by_layer"]
         return {
             "hit_rate": _share(counts.kept + counts.prefetched, counts.needed),
-            "hit_rate_by_layer": [_share(use - miss, use) for use, miss in zip(uses, misses, strict=True)],
+            "hit_rate_by_layer": list(map(_share, by_layer["hits"], by_layer["needed"])),
+            "experts": experts,
             "oracle": None if self._oracle is None else self._oracle.latest,
             "policy_changes": list(self._changed),
             "prefetch_recall": _share(counts.prefetched, fetched),
@@ -323,15 +324,21 @@ class Engine:
             "recorded_steps": self._recorded_steps(),
             "expert_bytes": {"stored": self.spec.slot_bytes, "slot": self.store.files.slot_bytes},
             "dense_bytes": {"stored": self._stored_dense_bytes, "memory": self._dense_bytes},
-            "memory_bytes": {
-                "dense": self._dense_bytes,
-                "kv_cache": self.batcher.kv_bytes - self.batcher.held_kv_bytes,
-                "expert_slots": self.store.pool_bytes - reserved_bytes,
-                "lent_by_expert_slots": reserved_bytes,
-                "host_experts": self.store.host_pool_bytes,
-                "process": psutil.Process().memory_info().rss,
-            },
+            "memory_bytes": self.memory_bytes(),
             "gate_log": None if self._log is None else {"path": str(self._log.path), **asdict(self._log.status())},
+        }
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of memory by use, and of the whole process."""
+        reserved = self.residency.reserved_slots
+        reserved_bytes = reserved * self.store.pool_bytes // self.store.num_slots
+        return {
+            "dense": self._dense_bytes,
+            "kv_cache": self.batcher.kv_bytes - self.batcher.held_kv_bytes,
+            "expert_slots": self.store.pool_bytes - reserved_bytes,
+            "lent_by_expert_slots": reserved_bytes,
+            "host_experts": self.store.host_pool_bytes,
+            "process": psutil.Process().memory_info().rss,
         }
 
     def _recorded_steps(self) -> dict[str, Any] | None:
@@ -564,6 +571,10 @@ def _gate_log_metrics(status: SegmentStatus) -> dict[str, float]:
         "gate_log_rows_waiting": status.waiting,
         "gate_log_failing": float(bool(status.error)),
     }
+
+
+def _residents(pool: Pool) -> list[int]:
+    return [key for residency in pool.residencies for key in list(residency.slot_of)]  # a copy in one step
 
 
 def _share(part: int, whole: int) -> float | None:

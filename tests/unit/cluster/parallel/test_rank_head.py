@@ -21,6 +21,7 @@ from moetool.cluster.parallel.requests import RankRequest, Requests
 from moetool.placement.request_ranks import RankAssignment
 from moetool.runtime.request import Output, SamplingParams, Unavailable
 from tests.clusters import make_cluster
+from tests.live_page import missing_fields
 from tests.refusals import refused
 from tests.servers import eventually
 from tests.synthetic import make_spec
@@ -77,6 +78,7 @@ def open_head(starts: str = "round_robin") -> tuple[RankHead, list[Told]]:
     )
     channels = [Told(), Told()]
     hello = {"revision": SPEC.revision, "migration": ["", 0], "max_context": 64, "seats": 1}
+    hello["memory_bytes"] = {"dense": 100, "kv_cache": 10}
     for gpu, told in enumerate(channels):
         head.loop.handle("hello", (gpu, told, hello))
     head.loop.advance()
@@ -145,6 +147,13 @@ def test_the_end_of_a_batch_that_was_lost_ends_no_other() -> None:
     say(head, channels, 0, {**tokens, "outputs": [{"request": 0, "token": 5, "finish": "stop"}]})
     say(head, channels, 0, done(head.loop.ranks.generation, 1))
     assert [(o.token, o.finish) for o in outputs] == [(5, "stop")] and len(head.batches) == 1
+    stats = head.stats()
+    server = {"status": head.state, "uptime_seconds": 1.0}
+    assert not missing_fields("ranksView", {"model": "model", "settings": [], "server": server, "engine": stats})
+    first, second = stats["experts"]["places"]
+    assert first["resident"] == [1, 1, 1, 1] and not any(second["resident"])  # rank 1 is gone
+    assert first["needed"] == [1, 0, 0, 0] and stats["experts"]["by_layer"]["needed"] == [1]
+    assert stats["memory_bytes"] == {"dense": 100, "kv_cache": 10, "expert_slots": 4 * SPEC.slot_bytes}
 
 
 def test_what_was_cancelled_does_not_run_again_when_a_rank_is_lost() -> None:
