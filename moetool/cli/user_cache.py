@@ -15,7 +15,7 @@ def cache(
     remove: Annotated[str | None, typer.Option(metavar="NAME|all", help="Name of the file to remove, or all.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List or remove warm-start files of 'moetool serve'."""
+    """List or remove warm-start files and kept prefixes of 'moetool serve'."""
     from moetool.runtime.warm_start import kept_models
 
     kept = kept_models()
@@ -42,4 +42,4 @@ def cache(
         ]
         for k in kept
     ]
-    tables.print_table(f"warm-start files in {cache_folder()}", ["name", "size", "date"], rows)
+    tables.print_table(f"files in {cache_folder()}", ["name", "size", "date"], rows)

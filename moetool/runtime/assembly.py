@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moetool import __version__
 from moetool.base import durable
 from moetool.base.errors import MismatchError, UsageError
 from moetool.base.families import require_substitutable
@@ -34,7 +35,7 @@ from moetool.runtime.recording.gate_log import ServeLog
 from moetool.runtime.recording.live_oracle import CANDIDATES, LiveOracle, OraclePolicies
 from moetool.runtime.returned_memory import release_code, return_freed_memory
 from moetool.runtime.serve_options import ServeOptions
-from moetool.runtime.warm_start import WarmStart, kept_routes
+from moetool.runtime.warm_start import PREFIXES_SUFFIX, WarmStart, kept_routes, prefix_file
 from moetool.trace.rows import KEEP
 from moetool.trace.segments import SegmentLimits
 
@@ -216,7 +217,7 @@ def _batcher(
 ) -> Batcher | OwnCaches:
     limit = 1 if options.deterministic else options.max_requests
     most = limit or (_MANY_REQUESTS if resident else _FEW_REQUESTS)
-    return open_batcher(
+    batcher = open_batcher(
         loaded.model,
         max_requests=most,
         kv_tokens=options.kv_tokens,
@@ -227,6 +228,16 @@ def _batcher(
         first_kv_tokens=first_kv_tokens,
         own=loaded.checkpoint.cache_size(loaded.model.dtype),
     )
+    if options.keep_prefixes:
+        if not isinstance(batcher, Batcher):
+            batcher.close()
+            raise UsageError(
+                f"keep_prefixes is true, but the caches of {loaded.spec.name} are not in pages; leave it out"
+            )
+        state = Path(options.state) if options.state else None
+        path = prefix_file(loaded.spec) if state is None else state.with_name(f"{state.name}{PREFIXES_SUFFIX}")
+        batcher.restore_prefixes(path, {"revision": loaded.spec.revision, "version": __version__})
+    return batcher
 
 
 def open_pooled(

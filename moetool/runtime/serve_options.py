@@ -46,6 +46,9 @@ class ServeOptions:
             request waits for has full chunks (0: no limit).
         prefix_caching: keep the KV cache of earlier prompts and answers until its memory is needed, and forward only
             the part of a new prompt that differs from them.
+        keep_prefixes: keep these prefixes in a file between runs: beside `state`, else in the user's cache folder
+            (`moetool cache`). Written at the end, as large as the KV cache; unusable with another checkpoint, dtype or
+            device. Not for families whose requests have caches of their own.
         max_requests: requests per batch; others queue. 0 is automatic: 8 if some experts have no slot, because each
             further request needs more experts at once; otherwise up to 64, with more than 8 only if the KV cache holds
             all of them at full length.
@@ -94,6 +97,7 @@ class ServeOptions:
     prefill_chunk: int = 512
     max_prompt_wait: float = 2.0
     prefix_caching: bool = True
+    keep_prefixes: bool = False
     max_requests: int = 0
     deterministic: bool = False
     io_threads: int = 2
@@ -119,4 +123,7 @@ class ServeOptions:
             raise UsageError(
                 f"max_requests is {self.max_requests}, but deterministic=true runs one request at a time; leave one out"
             )
+        if self.keep_prefixes and (self.deterministic or not self.prefix_caching):
+            other = "deterministic=true" if self.deterministic else "prefix_caching=false"
+            raise UsageError(f"keep_prefixes is true, but {other} keeps no prefixes; leave one out")
         require_within(self, max_prompt_wait=Span(0, below=True), oracle_s=Span(0, below=True), log_segment_s=POSITIVE)

@@ -19,6 +19,7 @@ _LOG = logging.getLogger(__name__)
 MOST_BYTES = 1 << 30
 """Limit of all files together; beyond it the oldest are removed."""
 _SUFFIX = ".warm.safetensors"
+PREFIXES_SUFFIX = ".prefixes"
 _ALL = "auto"
 """Policy name in a file with the state of all policies that may take over, and the one in force at the end."""
 _REMEMBERED = (*CANDIDATES, PolicyChoice("lru"))
@@ -41,10 +42,10 @@ class KeptModel:
     changed: float
 
 
-def kept_models() -> list[KeptModel]:
+def kept_models(suffixes: Sequence[str] = (_SUFFIX, PREFIXES_SUFFIX)) -> list[KeptModel]:
     """List the files of the cache folder, newest first."""
     found = []
-    for path in cache_folder().glob(f"*{_SUFFIX}"):
+    for path in (path for suffix in suffixes for path in cache_folder().glob(f"*{suffix}")):
         try:
             facts = path.stat()
         except OSError:  # another process removed it
@@ -78,9 +79,18 @@ def kept_routes(spec: ModelSpec) -> np.ndarray | None:
     return None
 
 
+def prefix_file(spec: ModelSpec) -> Path:
+    """The file in the cache folder that keeps a model's prefixes (`moetool.runtime.kv.kept_prefixes`)."""
+    return cache_folder() / f"{_name(spec)}{PREFIXES_SUFFIX}"
+
+
 def _file(spec: ModelSpec, policy: str) -> Path:
+    return cache_folder() / f"{_name(spec)}-{policy}{_SUFFIX}"
+
+
+def _name(spec: ModelSpec) -> str:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(spec.name).name).strip("-.") or "model"
-    return cache_folder() / f"{name}-{spec.revision[-12:]}-{policy}{_SUFFIX}"
+    return f"{name}-{spec.revision[-12:]}"
 
 
 class WarmStart:
@@ -137,7 +147,7 @@ class WarmStart:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             save_state(self.path, self._policy, self._learned, list(self._residents()), self._facts())
             total = 0
-            for kept in kept_models():
+            for kept in kept_models([_SUFFIX]):
                 total += kept.num_bytes
                 if total > MOST_BYTES:
                     kept.path.unlink(missing_ok=True)

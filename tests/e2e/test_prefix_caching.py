@@ -23,9 +23,13 @@ SYSTEM = "User: You answer questions about the numbers of a farm, and you keep t
 TURNS = ["How many cows are there?", "And how many horses?", "What is 12 + 7?"]
 
 
-def _open(kv_tokens: int, *, caching: bool, log: Path | None = None, chunk: int = 48, **parts: Any) -> Engine:
+def _open(
+    kv_tokens: int, *, caching: bool, log: Path | None = None, chunk: int = 48, state: Path | None = None, **parts: Any
+) -> Engine:
     checkpoint = Checkpoint.open("reference")
     options = ServeOptions(prefill_chunk=chunk, kv_tokens=kv_tokens, prefix_caching=caching)
+    if state is not None:
+        options = replace(options, state=str(state), keep_prefixes=True)
     budget = replace(divide_with_slots(checkpoint, options, 64), **parts)
     made = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=budget, log=log)
     made.state = "ready"
@@ -131,6 +135,27 @@ def test_a_small_cache_grows_for_chats_that_take_turns(monkeypatch: pytest.Monke
         talk.finish()
     assert talk.engine.batcher.grown_kv_tokens == talk.engine.residency.reserved_slots == 0
     talk.engine.close()
+
+
+def test_prefixes_outlive_their_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state, kept = tmp_path / "state", tmp_path / "state.prefixes"
+    prompt = list(range(5, 5 + 10 * PAGE_TOKENS + 1))
+
+    def answer() -> tuple[list[int], list[float], int]:
+        talk = Talk(_open(1024, caching=True, state=state))
+        outputs = talk.outputs
+        request = talk.ask(prompt)
+        talk.finish()
+        logprobs = [output.logprob.logprob for output in outputs[request] if output.logprob is not None]
+        talk.engine.close()
+        return talk.tokens(request), logprobs, outputs[request][0].reused
+
+    first, again = answer(), answer()
+    assert (first[2], again[2]) == (0, 10 * PAGE_TOKENS) and not caplog.records
+    assert again[0] == first[0] and again[1] == pytest.approx(first[1], abs=1e-4)
+    kept.write_bytes(kept.read_bytes()[:-1])
+    assert answer() == first and [str(kept) in record.message for record in caplog.records] == [True]
+    assert answer()[2] == 10 * PAGE_TOKENS  # the damaged file was replaced
 
 
 def test_usage_tells_how_much_of_a_prompt_was_there() -> None:

@@ -109,6 +109,17 @@ class PageLedger:
         """Share of all pages that requests can get."""
         return (self.available + self.num_pages - self.limit) / self.num_pages
 
+    @property
+    def kept(self) -> dict[bytes, int]:
+        """Hashes and pages that no request uses, the least recently used first."""
+        return {self._hash_of[page]: page for page in self._kept}
+
+    def restore(self, hashes: Sequence[bytes]) -> None:
+        """Keep pages 1, 2, ... of a new ledger for these hashes, the least recently used first."""
+        for one in hashes:
+            page = heapq.heappop(self._free)
+            self._by_hash[one], self._hash_of[page], self._kept[page] = page, one, None
+
     def begin_forward(self) -> None:
         """Shrink, between two forwards, if running requests have needed less for some time."""
         if self.first == self.num_pages:

@@ -11,16 +11,18 @@ Deviations:
 
 import contextlib
 import inspect
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from moetool.base.errors import UsageError
+from moetool.base.errors import MismatchError, UsageError
 from moetool.base.types import ForwardInfo, Phase
 from moetool.kernels.cpu.attention import find_attention_kernel
 from moetool.models.cache_argument import cache_argument
@@ -37,6 +39,7 @@ from moetool.runtime.decoding import (
     score_prompt,
 )
 from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.kv.kept_prefixes import PrefixFile
 from moetool.runtime.kv.latents import keep_latents
 from moetool.runtime.kv.ledger import PageLedger, PageTable
 from moetool.runtime.kv.paged_attention import PAGED, DecodeRows, paged_attention, plain_arguments
@@ -48,6 +51,7 @@ from moetool.runtime.request import Output, SamplingParams
 from moetool.runtime.returned_memory import release_pages
 from moetool.runtime.steps.recorded_steps import RecordedSteps
 
+_LOG = logging.getLogger(__name__)
 _CROWDED = 0.15
 """Share of free pages below which prompts wait for requests that decode."""
 
@@ -169,6 +173,7 @@ class Batcher:
         self._arguments = {cache_argument(model): self._pages, "use_cache": True}
         self._keeps_logits = "logits_to_keep" in parameters
         self._sampler = Sampler(self._eos)
+        self._prefixes: PrefixFile | None = None
         self._chunks = PromptChunks(max_prompt_wait_s, max_batch_tokens)
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._fixed: dict[str, torch.Tensor] = {}  # inputs of decode steps, where recorded steps read them
@@ -178,6 +183,20 @@ class Batcher:
         if attention_of(model) != PAGED:
             raise UsageError(f"{type(model).__name__} cannot be batched: its attention stays {self._attention}")
         self._expand = keep_latents(model)
+
+    def restore_prefixes(self, path: Path, facts: Mapping[str, str]) -> None:
+        """Keep prefixes in a file (`PrefixFile`), and begin with those that it holds; one that is unusable is named."""
+        self._prefixes = PrefixFile(path, facts, self._pages.tensors)
+        try:
+            self._ledger.restore(self._prefixes.load(self._ledger.limit))
+        except MismatchError as error:
+            _LOG.warning("%s; starting without them", error)
+
+    def save_prefixes(self) -> None:
+        """Write the prefixes of ended requests, if a file keeps them. Raises: MoetoolError: the disk failed."""
+        if self._prefixes is not None:
+            kept = self._ledger.kept
+            self._prefixes.save(list(kept), list(kept.values()))
 
     def close(self) -> None:
         """Restore the model's attention and drop all requests and the KV cache."""

@@ -219,10 +219,10 @@ class Engine:
         return answer.result()
 
     def close(self) -> None:
-        """Cancel remaining requests, end the thread, save the policy's state and the log.
+        """Cancel remaining requests, end the thread, save the policy's state, kept prefixes and the log.
 
         Raises:
-            MoetoolError: state or log could not be written.
+            MoetoolError: state, prefixes or log could not be written.
         """
         with self._wake:
             if self.state != "failed":
@@ -235,7 +235,17 @@ class Engine:
             self._thread.join()
         if self._oracle is not None:
             self._oracle.close()
+        lost: list[str] = []
+
+        def write(save: Callable[[], None]) -> None:
+            try:
+                save()
+            except MoetoolError as error:
+                lost.append(str(error))
+
         self.runtime.close()
+        if self.state != "failed" and isinstance(self.batcher, Batcher):
+            write(self.batcher.save_prefixes)
         self.batcher.close()
         _LOG.info(
             "engine of %s closed after %d forwards in %.3f s: %d tokens generated, %d failures, %s",
@@ -244,13 +254,9 @@ class Engine:
         )
         if self._closes_model:
             self._loaded.close()
-        lost: list[str] = []
-        for keep in (self._save, None if self._log is None else self._log.close):
-            try:
-                if keep is not None:
-                    keep()
-            except MoetoolError as error:
-                lost.append(str(error))
+        for save in (self._save, None if self._log is None else self._log.close):
+            if save is not None:
+                write(save)
         if lost:
             raise MoetoolError("; ".join(lost))
 
