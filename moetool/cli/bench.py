@@ -321,7 +321,7 @@ def paper(
     """Re-run the experiments of a paper, or of all, at this machine's scale and judge each claim."""
     from moetool.bench.paper.claims import names
     from moetool.bench.paper.paper_run import PaperOptions, run_papers
-    from moetool.placement.comparison import open_traces
+    from moetool.placement.planning import open_traces
 
     if name is None:
         raise UsageError(f"no paper named, expected one of: {', '.join(names())}, all; run: moetool bench paper NAME")

@@ -136,8 +136,8 @@ def _kind(path: Path) -> str:
 
 
 def _placement(path: Path, out: Path, traces: Sequence[str], before: Path | None, as_json: bool) -> None:
-    from moetool.placement.comparison import open_traces
     from moetool.placement.plan import PlacementPlan
+    from moetool.placement.planning import open_traces
     from moetool.report.placement_page import measure, page, to_json
 
     plan = PlacementPlan.load(path)
@@ -149,7 +149,10 @@ def _placement(path: Path, out: Path, traces: Sequence[str], before: Path | None
         ("planner", f"{plan.planner}, seed {plan.seed}, {_options(plan.options)}"),
         (
             "made from",
-            ", ".join(f"{one.server}: {one.path} ({tables.numbered(one.requests, 'request')})" for one in plan.traces)
+            ", ".join(
+                f"{one.server or 'all servers'}: {one.path} ({tables.numbered(one.requests, 'request')})"
+                for one in plan.traces
+            )
             or "-",
         ),
         ("costs", plan.costs),

@@ -1,240 +1,58 @@
-"""Placement plans from traces, a cluster and costs, and comparison of planners on held-out requests."""
+"""Comparison of planners on held-out requests, and what it takes to migrate to the best."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from moetool.base import config, durable, plugins
-from moetool.base.errors import MismatchError, UsageError
-from moetool.base.tables import percent
-from moetool.base.types import Cluster, ModelSpec
-from moetool.costing.costs import CostProfile
+from moetool.base import config, plugins
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.tables import count, percent
+from moetool.base.types import Cluster
 from moetool.placement import planner
-from moetool.placement.demand import Demand, held_out, one_model, planned_share, read_demand, spread
-from moetool.placement.engine_slots import equal_slots, filled
-from moetool.placement.latency import VALUE_BYTES, Latency, profiled_latency, unit_latency
-from moetool.placement.plan import PlacementPlan, TraceReference, experts_of
+from moetool.placement.bounds import latency_bound, memory_bound, remote_bound
+from moetool.placement.decide import migration_between
+from moetool.placement.demand import Demand, read_demand, spread
+from moetool.placement.engine_slots import initial_map
+from moetool.placement.plan import MigrationPlan, PlacementPlan, bare_plan
 from moetool.placement.planner import Problem
-from moetool.placement.scoring import (
-    FORWARD_TOKENS,
-    PlacementScore,
-    latency_bound,
-    remote_bound,
-    score,
-    work_bound,
-)
-from moetool.trace.expert_counts import ExpertCounts, open_workload
+from moetool.placement.planning import PlannerRow, PlanningInputs, Setting, Workload, plan_of, planning_inputs
+from moetool.placement.scoring import score
+from moetool.trace.expert_counts import ExpertCounts
 from moetool.trace.reader import Trace
 
-Workload = Trace | ExpertCounts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """Settings of a score, in addition to the traces.
-
-    Attributes:
-        seed: seed of every random choice.
-        starts: choice of the GPU of its server where a request's tokens start (`moetool.placement.demand.STARTS`).
-        sides: sides of Eq. 4, `both` or `send` (`moetool.placement.latency.Latency`).
-        routing: choice of the copy for a token when plans are scored (`moetool.placement.latency.ROUTINGS`).
-        value_bytes: bytes of one number of a hidden state in transit.
-        engine: engine that a plan is for (`moetool.placement.engine_slots.ENGINES`): every GPU gets equal slots of each
-            layer.
-
-    Raises:
-        UsageError: the seed is below 0, or value_bytes is not above 0.
-    """
-
-    seed: int = 0
-    starts: str = "round_robin"
-    sides: str = "both"
-    routing: str = "nearest"
-    value_bytes: int = VALUE_BYTES
-    engine: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise UsageError(f"--set seed: found {self.seed}, expected a whole number, 0 or more")
-        if self.value_bytes < 1:
-            raise UsageError(f"--set value_bytes: found {self.value_bytes}, expected a whole number above 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerRow:
-    """A planner on some requests.
-
-    Attributes:
-        requests: `planned on`, `held out` or `unseen task`; for a saved plan `planned on`, `partly planned on` or
-            `other`, by the share of these requests that it was made from.
-        planning_s: seconds of planning.
-    """
-
-    planner: str
-    requests: str
-    score: PlacementScore
-    planning_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
-        return {
-            "planner": self.planner,
-            "requests": self.requests,
-            "planning_s": self.planning_s,
-            **self.score.to_json(),
-        }
-
-
-def open_traces(given: Sequence[str]) -> dict[str, Workload]:
-    """Open traces or counts from `SERVER=DIR`.
-
-    Raises:
-        UsageError: a value has no `=`, a server is named twice, or there is no such folder.
-        MismatchError: a trace is damaged.
-    """
-    traces: dict[str, Workload] = {}
-    for text in given:
-        server, equals, path = text.partition("=")
-        if not equals or not server or not path:
-            raise UsageError(f"--trace {text!r} names no server; write --trace SERVER=DIR")
-        if server in traces:
-            raise UsageError(f"--trace names the server {server!r} twice; give each one trace")
-        traces[server] = open_workload(Path(path))
-    return traces
-
-
-def latency_of(cluster: Cluster, spec: ModelSpec, profile: CostProfile | None, setting: Setting) -> Latency:
-    """Return the profile's costs, or unit costs without one."""
-    if profile is None:
-        return unit_latency(cluster, sides=setting.sides)
-    return profiled_latency(cluster, spec, profile, sides=setting.sides, value_bytes=setting.value_bytes)
-
-
-def plan_placement(
-    traces: Mapping[str, Workload],
-    cluster: Cluster,
-    name: str,
-    options: Mapping[str, Any],
-    *,
-    profile: Path | None = None,
-    split: float = 1.0,
-    setting: Setting | None = None,
-) -> tuple[PlacementPlan, list[PlannerRow]]:
-    """Plan on a share of the requests; return the plan, and its scores on those requests and on the rest.
-
-    Raises:
-        UsageError: the planner, an option or a server is unknown, or there is no token to plan from.
-        MismatchError: traces or profile are of different models, or the planner cannot place for `setting.engine`.
-        CapacityError: the experts do not fit, or the engine's equal slots do not hold them.
-    """
-    setting = setting or Setting()
-    spec = one_model(traces, cluster)
-    module = planner.find(name)
-    chosen = config.parse(module.Options, options, f"planner {name}")
-    c_max = int(getattr(chosen, "c_max", 0))
-    slots = 0
-    if setting.engine is not None:
-        cluster, slots = equal_slots(cluster, spec, setting.engine, c_max or int(getattr(chosen, "slots_per_gpu", 0)))
-    planner.require_room(spec, cluster)
-    known = CostProfile.load(profile) if profile is not None else None
-    latency = latency_of(cluster, spec, known, setting)
-    uses = planned_share(split)
-    demands = _split_demands(traces, cluster, uses, split, setting)
-    problem = Problem(demand=demands["planned on"], latency=latency, seed=setting.seed)
-    placed_GLE, seconds = timed(name, problem, chosen)
-    if setting.engine is not None:
-        placed_GLE = filled(problem, placed_GLE, slots, name)
-    rows = [
-        PlannerRow(
-            planner=name,
-            requests=requests,
-            score=_score(demand, latency, placed_GLE, setting, c_max),
-            planning_s=seconds,
-        )
-        for requests, demand in demands.items()
-    ]
-    first = rows[0].score
-    by_latency = ("T_comp + T_comm (DIRECTOR, Eq. 5)", first.latency, first.work_bound)
-    objective, value, bound = {
-        "remote": ("remote calls (Prism, Eq. 2)", first.remote_calls, first.remote_bound),
-        "messages": (f"messages per layer and forward of {FORWARD_TOKENS} tokens", first.messages, None),
-    }.get(getattr(chosen, "objective", getattr(module, "OBJECTIVE", "")), by_latency)
-    plan = PlacementPlan(
-        spec=spec,
-        cluster=cluster,
-        planner=name,
-        options=asdict(chosen),
-        seed=setting.seed,
-        experts_LG=experts_of(placed_GLE),
-        starts=setting.starts,
-        costs=f"{latency.name}; in {latency.unit}" + ("" if setting.sides == "both" else f"; sides={setting.sides}"),
-        objective=objective,
-        value=value,
-        lower_bound=bound,
-        traces=tuple(
-            TraceReference(
-                server=server,
-                path=str(trace.path),
-                sha256=trace.sha256,
-                requests=sum(uses(server, place) for place in range(len(trace.requests))),
-            )
-            for server, trace in traces.items()
-        ),
-        profile_sha256=None if profile is None else durable.sha256_file(profile),
-        planning_s=seconds,
-        split=split,
-    )
-    plan.check(spec)
-    return plan, rows
-
-
-def timed(name: str, problem: Problem, options: Any) -> tuple[np.ndarray, float]:
-    """Return a placement and its planning seconds."""
-    began = time.perf_counter()
-    placed_GLE = planner.place(name, problem, options)
-    return placed_GLE, time.perf_counter() - began
-
-
-def score_plan(
-    plan: PlacementPlan, traces: Mapping[str, Workload], *, profile: Path | None = None, setting: Setting | None = None
-) -> PlannerRow:
-    """Score a plan on whole traces.
-
-    Args:
-        setting: settings of the score (default: tokens start as in the plan).
-
-    Raises:
-        MismatchError: a trace is of another model than the plan.
-        UsageError: an unknown server, or no token.
-    """
-    setting = setting or Setting(starts=plan.starts, seed=plan.seed)
-    spec = one_model(traces, plan.cluster)
-    spec.require_same(plan.spec, "the trace", "the plan")
-    known = CostProfile.load(profile) if profile is not None else None
-    latency = latency_of(plan.cluster, spec, known, setting)
-    demand = read_demand(traces, plan.cluster, starts=setting.starts, seed=setting.seed)
-    c_max = int(plan.options.get("c_max", 0))
-    found = _score(demand, latency, plan.placed_GLE, setting, c_max)
-    return PlannerRow(planner=plan.planner, requests=_seen(plan, traces), score=found, planning_s=plan.planning_s)
-
-
-def _seen(plan: PlacementPlan, traces: Mapping[str, Workload]) -> str:
-    """Describe whether a plan was made from these traces (`PlannerRow.requests`)."""
-    planned = {reference.sha256: reference.requests for reference in plan.traces}
-    used = [planned.get(trace.sha256, 0) for trace in traces.values()]
-    if not any(used):
-        return "other"
-    whole = all(count >= len(trace.requests) for count, trace in zip(used, traces.values(), strict=True))
-    return "planned on" if whole else "partly planned on"
+CURRENT = "current"
+"""Name of the row of the placement in force."""
+_BASELINES = ("annealing", "director_rounding", "exhaustive")
 
 
 def comparable() -> list[str]:
-    """Return every planner except `exhaustive`, which is for tiny cases."""
-    return [name for name in plugins.names("planner") if name != "exhaustive"]
+    """Return the planners to compare unless told otherwise: all but slow baselines of DIRECTOR's experiments."""
+    return [name for name in plugins.names("planner") if name not in _BASELINES]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Planners on the same requests.
+
+    Attributes:
+        rows: planner by planner, for each kind of requests.
+        best: the planner with the least T_comp + T_comm on the requests that count: held-out ones, if there are any.
+        plan: its plan.
+        migration: moves from the placement in force to it; None if that is unknown, or best.
+        left_out: planners that cannot place in the engine's slots, with the reason.
+        inputs: requests, memory and costs of all planners.
+        windows: mean tokens of a window of counts; None without counts.
+    """
+
+    rows: tuple[PlannerRow, ...]
+    best: str
+    plan: PlacementPlan | None
+    migration: MigrationPlan | None
+    left_out: tuple[str, ...]
+    inputs: PlanningInputs
+    window_tokens: float | None
 
 
 def compare(
@@ -243,17 +61,18 @@ def compare(
     names: Sequence[str],
     *,
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    profile: Path | None = None,
     split: float = 0.5,
     unseen: Trace | None = None,
+    current: PlacementPlan | None = None,
     setting: Setting | None = None,
-) -> list[PlannerRow]:
+) -> Comparison:
     """Compare planners on the requests that they plan on, on held-out ones, and on an unseen task.
 
     Args:
         options: planners' options, by name.
-        split: share of each trace's requests to plan on.
+        split: share of each trace's requests to plan on; of counts, the first windows.
         unseen: trace of an unseen task, whose requests come to all servers equally.
+        current: the placement in force (None: an engine's initial map, with `setting.engine`).
 
     Raises:
         UsageError: `unseen` is one of `traces`, or there is no planner; else as `plan_placement`.
@@ -262,38 +81,99 @@ def compare(
     setting = setting or Setting()
     if not names:
         raise UsageError(f"no planner to compare, expected some of {', '.join(plugins.names('planner'))}")
-    spec = one_model(traces, cluster)
-    planner.require_room(spec, cluster)
-    latency = latency_of(cluster, spec, CostProfile.load(profile) if profile is not None else None, setting)
-    demands = _split_demands(traces, cluster, planned_share(split), split, setting)
+    inputs = planning_inputs(traces, cluster, split, setting)
+    demands = dict(inputs.demands)
     if unseen is not None:
-        spec.require_same(unseen.spec, "the traces", "the unseen task")
-        if planned := [server for server, trace in traces.items() if trace.sha256 == unseen.sha256]:
-            raise UsageError(f"{unseen.path} is the trace of server {planned[0]}, expected one of an unseen task")
-        alone = Cluster(servers=(cluster.servers[0],))
-        tokens_LE = read_demand({cluster.servers[0].name: unseen}, alone).tokens_LE
-        demands["unseen task"] = spread(spec, cluster, np.repeat(tokens_LE[None], len(cluster.servers), axis=0))
-    problem = Problem(demand=demands["planned on"], latency=latency, seed=setting.seed)
-    made, limits = {}, []
+        demands["unseen task"] = _unseen(inputs, traces, unseen)
+    made: dict[str, tuple[np.ndarray, float]] = {}
+    chosen = {
+        name: config.parse(planner.find(name).Options, (options or {}).get(name, {}), f"planner {name}")
+        for name in names
+    }
+    left_out = []
     for name in names:
-        chosen = config.parse(planner.find(name).Options, (options or {}).get(name, {}), f"planner {name}")
-        made[name] = timed(name, problem, chosen)
-        limits.append(int(getattr(chosen, "c_max", 0)))
-    placed = [placed_GLE for placed_GLE, _ in made.values()]
+        try:
+            made[name] = inputs.place(name, chosen[name], setting.seed)
+        except MismatchError as error:
+            left_out.append(f"left out: {error}")
+    if not made:
+        raise MismatchError(left_out[0].removeprefix("left out: "))
+    in_force = _in_force(inputs, current, setting)
+    placed = {name: placed_GLE for name, (placed_GLE, _) in made.items()}
+    if in_force is not None:
+        placed = {CURRENT: in_force, **placed}
+    limits = [int(getattr(chosen[name], "c_max", 0)) for name in made]
+    rows = _rows(inputs, demands, placed, 0 if 0 in limits else max(limits), setting)
+    rows = [replace(row, planning_s=made[row.planner][1]) if row.planner in made else row for row in rows]
+    judged = "held out" if "held out" in inputs.demands else "planned on"
+    best = min((row for row in rows if row.requests == judged), key=lambda row: row.score.latency)
+    plan, migration = None, None
+    if best.planner != CURRENT:
+        planned_on = next(row for row in rows if row.planner == best.planner and row.requests == "planned on")
+        planned = (best.planner, chosen[best.planner])
+        plan = plan_of(inputs, traces, planned, placed[best.planner], (planned_on, split, setting))
+        if in_force is not None:
+            old = bare_plan(inputs.spec, inputs.cluster, in_force, CURRENT)
+            migration = migration_between(old, plan, inputs.demands[judged], inputs.latency, setting.copies)
+    counted = [trace for trace in traces.values() if isinstance(trace, ExpertCounts)]
+    return Comparison(
+        rows=tuple(rows),
+        best=best.planner,
+        plan=plan,
+        migration=migration,
+        left_out=tuple(left_out),
+        inputs=inputs,
+        window_tokens=sum(trace.num_tokens / len(trace.requests) for trace in counted) if counted else None,
+    )
+
+
+def _unseen(inputs: PlanningInputs, traces: Mapping[str, Workload], unseen: Trace) -> Demand:
+    inputs.spec.require_same(unseen.spec, "the traces", "the unseen task")
+    if planned := [server for server, trace in traces.items() if trace.sha256 == unseen.sha256]:
+        raise UsageError(f"{unseen.path} is the trace of server {planned[0]}, expected one of an unseen task")
+    servers = inputs.cluster.servers
+    tokens_LE = read_demand({servers[0].name: unseen}, Cluster(servers=servers[:1])).tokens_LE
+    return spread(inputs.spec, inputs.cluster, np.repeat(tokens_LE[None], len(servers), axis=0))
+
+
+def _in_force(inputs: PlanningInputs, current: PlacementPlan | None, setting: Setting) -> np.ndarray | None:
+    """Return the placement in force; None if it is unknown."""
+    if current is None:
+        return None if setting.engine is None else initial_map(inputs.spec, len(inputs.cluster.gpus), inputs.slots)
+    current.spec.require_same(inputs.spec, "the current plan", "the traces")
+    if len(current.cluster.gpus) != len(inputs.cluster.gpus):
+        raise MismatchError(
+            f"the current plan is for {len(current.cluster.gpus)} GPUs, but --cluster has {len(inputs.cluster.gpus)}; "
+            f"give that of the plan"
+        )
+    if (short := current.placed_GLE.sum(axis=(1, 2)) > inputs.problem(0).slots_G).any():
+        raise CapacityError(
+            f"the current plan holds {int(current.placed_GLE[short][0].sum()):,} experts on GPU {int(short.argmax())}, "
+            f"more than the {int(inputs.problem(0).slots_G[short][0]):,} of the new plans; give --slots-per-gpu"
+        )
+    return current.placed_GLE
+
+
+def _rows(
+    inputs: PlanningInputs,
+    demands: Mapping[str, Demand],
+    placed: Mapping[str, np.ndarray],
+    c_max: int,
+    setting: Setting,
+) -> list[PlannerRow]:
+    """Score placements on each kind of requests, with one bound for all."""
     rows: dict[tuple[str, str], PlannerRow] = {}
     for requests, demand in demands.items():
-        asked = Problem(demand=demand, latency=latency)
+        asked = Problem(demand=demand, latency=inputs.latency, equal_slots=inputs.slots)
         bounds: dict[str, Any] = {
             "remote_bound": remote_bound(asked),
-            "work_bound": work_bound(asked),
-            "latency_bound": latency_bound(asked, *placed, c_max=0 if 0 in limits else max(limits)),
+            "memory_bound": memory_bound(asked),
+            "latency_bound": latency_bound(asked, *placed.values(), c_max=c_max),
         }
-        for name, (placed_GLE, seconds) in made.items():
-            found = score(asked, placed_GLE, bounds=False, routing=setting.routing, value_bytes=setting.value_bytes)
-            rows[name, requests] = PlannerRow(
-                planner=name, requests=requests, score=replace(found, **bounds), planning_s=seconds
-            )
-    return [rows[name, requests] for name in made for requests in demands]
+        for name, placed_GLE in placed.items():
+            found = score(asked, placed_GLE, bounds=False, routing=setting.copies, value_bytes=setting.value_bytes)
+            rows[name, requests] = PlannerRow(planner=name, requests=requests, score=replace(found, **bounds))
+    return [rows[name, requests] for name in placed for requests in demands]
 
 
 def verdict(rows: Sequence[PlannerRow]) -> list[str]:
@@ -314,26 +194,26 @@ def verdict(rows: Sequence[PlannerRow]) -> list[str]:
     return lines
 
 
-def _split_demands(
-    traces: Mapping[str, Workload], cluster: Cluster, uses: Callable[[str, int], bool], split: float, setting: Setting
-) -> dict[str, Demand]:
-    how: dict[str, Any] = {"starts": setting.starts, "seed": setting.seed}
-    demands = {"planned on": read_demand(traces, cluster, uses, **how)}
-    if split < 1:
-        try:
-            demands["held out"] = read_demand(traces, cluster, held_out(uses), **how)
-        except UsageError:
-            raise UsageError(f"--split {split} leaves no request with tokens to hold out; give longer traces") from None
-    return demands
+def migration_lines(migration: MigrationPlan, window_tokens: float | None = None) -> list[str]:
+    """Return what a migration costs, and when it pays.
 
-
-def _score(demand: Demand, latency: Latency, placed_GLE: np.ndarray, setting: Setting, c_max: int) -> PlacementScore:
-    if demand.tokens_GLE.shape != placed_GLE.shape:
-        raise MismatchError("the plan and the requests have different shapes; plan again for this cluster")
-    return score(
-        Problem(demand=demand, latency=latency),
-        placed_GLE,
-        routing=setting.routing,
-        value_bytes=setting.value_bytes,
-        c_max=c_max,
+    Args:
+        window_tokens: mean tokens of a window of counts, to say it in windows too.
+    """
+    copies = sum(move.kind == "copy" for move in migration.moves)
+    moved = (
+        f"migration: {copies:,} copies, {count(migration.bytes, 'B')}, {migration.parallel_s:,.3g} s with all GPUs at "
+        f"once, {migration.seconds:,.3g} s one by one"
     )
+    if migration.step_before_s is None or migration.step_after_s is None:
+        return [moved, "when it pays is not known with unit costs; give --machine NAME or --profile FILE"]
+    saved = 1 - migration.step_after_s / migration.step_before_s
+    saved_s = migration.step_before_s - migration.step_after_s
+    pays = migration.pays_after_tokens
+    if pays is None:
+        return [moved, f"it does not pay: T_comp + T_comm grows by {percent(-saved)}"]
+    told = f"it pays after {pays:,.0f} tokens"
+    if window_tokens:
+        told += f" ({pays / window_tokens:,.3g} windows)"
+    per = saved_s / migration.horizon_tokens * 1e6
+    return [moved, f"{told}: T_comp + T_comm falls by {percent(saved)}, {per:,.3g} s for each million tokens"]

@@ -295,12 +295,19 @@ def plan_migration(
     horizon_tokens: float,
     call_s: float | None = None,
     window_s: float | None = None,
+    latency: Latency | None = None,
+    routing: str = "nearest",
 ) -> MigrationPlan:
     """Plan the migration between two saved plans of one model and cluster, and whether it pays.
 
+    With costs in seconds, it pays if the T_comp + T_comm saved over the horizon exceed the moves with all GPUs at once
+    (DIRECTOR, Eq. 5). With unit costs, only calls between servers are priced (Prism, Eq. 4).
+
     Args:
-        demand: requests on which the calls of both placements are counted.
+        demand: requests on which both placements are judged.
         window_s: length of the compute phases for the moves (DIRECTOR § V-B).
+        latency: costs of computing and sending (None: unit costs).
+        routing: choice of the copy for a token (`moetool.placement.latency.flows`).
 
     Raises:
         MismatchError: the plans are of different models or clusters; else as `decide`.
@@ -310,10 +317,41 @@ def plan_migration(
     if old.cluster != new.cluster:
         raise MismatchError("the two plans are for different clusters; plan both for one with: moetool plan placement")
     demand.spec.require_same(new.spec, "the trace", "the plan")
+    latency = latency or unit_latency(new.cluster)
+    priced = latency.unit == "s"
     observed = Observed(tokens_GLE=demand.tokens_GLE, horizon_tokens=horizon_tokens)
     in_force = InForce(spec=new.spec, cluster=new.cluster, placed_GLE=old.placed_GLE)
-    costs = ReplacementCosts(latency=unit_latency(new.cluster), call_s=call_s)
+    if call_s is None and new.spec.hidden_size <= 0 and (priced or len(new.cluster.servers) < 2):
+        call_s = 0.0
+    costs = ReplacementCosts(latency=latency, call_s=call_s)
     plan = decide(observed, in_force, costs, Replanner(planner=new.planner), new.placed_GLE).migration
+    plan = replace(plan, parallel_s=_parallel_s(plan.moves, len(new.cluster.gpus)))
+    if priced:
+        tokens = float(demand.tokens_GLE.sum()) / sum(new.spec.top_k_L)
+        before_s, after_s = (
+            horizon_tokens / tokens * layers_s(latency, new.cluster, demand.tokens_GLE, placed_GLE, routing)
+            for placed_GLE in (old.placed_GLE, new.placed_GLE)
+        )
+        pays = before_s - after_s > plan.parallel_s
+        plan = replace(plan, step_before_s=before_s, step_after_s=after_s, worth_it=pays)
     if window_s is None:
         return plan
     return replace(plan, windows=windows([move.seconds for move in plan.moves], window_s), window_s=window_s)
+
+
+def migration_between(
+    old: PlacementPlan, new: PlacementPlan, demand: Demand, latency: Latency, routing: str
+) -> MigrationPlan:
+    """Return the migration between two placements, with the tokens of `demand` as its horizon."""
+    tokens = float(demand.tokens_GLE.sum()) / sum(new.spec.top_k_L)
+    return plan_migration(old, new, demand, horizon_tokens=tokens, call_s=0.0, latency=latency, routing=routing)
+
+
+def _parallel_s(moves: Sequence[Move], num_gpus: int) -> float:
+    """Return the seconds of moves with all GPUs at once: those of the GPU that receives or sends longest."""
+    to_G, from_G = np.zeros(num_gpus), np.zeros(num_gpus)
+    for move in moves:
+        to_G[move.gpu] += move.seconds
+        if move.source >= 0:
+            from_G[move.source] += move.seconds
+    return float(max(to_G.max(), from_G.max()))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Batch = tuple["Demand", tuple[tuple[str, np.ndarray], ...]]
 """The demand of a batch, and for each GPU the request's task and its tokens' routes [T, S]."""
 STARTS = ("round_robin", "random", "first")
+WHOLE = ""
+"""In place of a server's name: a trace of the whole cluster, whose requests start on all its GPUs."""
 _IDLE_TOKENS = 1e-3
 
 
@@ -121,10 +123,11 @@ def read_demand(
 ) -> Demand:
     """Count the routes of each server's trace. A server without a trace is idle.
 
-    A request's tokens all start on one GPU of its server.
+    A request's tokens all start on one GPU of its server. The tokens of counts, of many requests each, start evenly on
+    all its GPUs, unless `starts` is `first`.
 
     Args:
-        traces: trace or counts by server name.
+        traces: trace or counts by server name, or one of `WHOLE` cluster.
         uses: whether to count a request, by server name and the request's index in its trace.
         starts: GPU of a request: `round_robin`, in the order of the requests; `random`, by `seed`; or `first`.
 
@@ -137,31 +140,45 @@ def read_demand(
     rng = np.random.default_rng(seed)
     spec = one_model(traces, cluster)
     tokens_GLE = np.zeros((len(cluster.gpus), spec.num_layers, spec.num_experts))
-    first = 0
-    for server in cluster.servers:
-        if server.name in traces:
-            trace = traces[server.name]
-            used = [request for place, request in enumerate(numbers(trace)) if uses(server.name, place)]
-            turns = np.arange(len(used)) if starts != "first" else np.zeros(len(used), np.int64)
-            turns = rng.integers(len(server.gpus), size=len(used)) if starts == "random" else turns % len(server.gpus)
-            gpu = {request: first + turn for request, turn in zip(used, turns.tolist(), strict=True)}
-            for request, tokens_LE in loads(trace, gpu):
-                tokens_GLE[gpu[request]] += tokens_LE
-        first += len(server.gpus)
+    for name, gpus in _gpus(cluster, traces).items():
+        trace = traces[name]
+        used = [request for place, request in enumerate(numbers(trace)) if uses(name, place)]
+        if isinstance(trace, ExpertCounts) and starts != "first":
+            tokens_GLE[gpus.start : gpus.stop] += trace.counts_WLE[used].sum(axis=0) / len(gpus)
+            continue
+        turns = np.arange(len(used)) if starts != "first" else np.zeros(len(used), np.int64)
+        turns = rng.integers(len(gpus), size=len(used)) if starts == "random" else turns % len(gpus)
+        gpu = {request: gpus[turn] for request, turn in zip(used, turns.tolist(), strict=True)}
+        for request, tokens_LE in loads(trace, gpu):
+            tokens_GLE[gpu[request]] += tokens_LE
     return Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_GLE)
+
+
+def _gpus(cluster: Cluster, traces: Mapping[str, "Workload"]) -> dict[str, range]:
+    """Return the GPUs of each trace's server."""
+    if WHOLE in traces:
+        return {WHOLE: range(len(cluster.gpus))}
+    ends = np.cumsum([len(server.gpus) for server in cluster.servers]).tolist()
+    known = zip(cluster.servers, ends, strict=True)
+    return {server.name: range(end - len(server.gpus), end) for server, end in known if server.name in traces}
 
 
 def one_model(traces: Mapping[str, "Workload"], cluster: Cluster) -> ModelSpec:
     """Return the common model of all traces.
 
     Raises:
-        UsageError: there is no trace, or the cluster lacks a trace's server.
+        UsageError: there is no trace, the cluster lacks a trace's server, or one of several traces is of the whole
+            cluster.
         MismatchError: they are of different models.
     """
     names = [server.name for server in cluster.servers]
     if not traces:
         raise UsageError("no trace to plan from; pass --trace SERVER=DIR for each server that has requests")
-    if unknown := [name for name in traces if name not in names]:
+    if WHOLE in traces and len(traces) > 1:
+        raise UsageError(
+            f"--trace {traces[WHOLE].path} is of the whole cluster, expected it alone; give every trace as SERVER=DIR"
+        )
+    if unknown := [name for name in traces if name not in (*names, WHOLE)]:
         raise UsageError(f"unknown server {unknown[0]!r} in --trace, expected one of {', '.join(names)}")
     (first, trace), *others = traces.items()
     for name, other in others:
@@ -173,15 +190,38 @@ def one_model(traces: Mapping[str, "Workload"], cluster: Cluster) -> ModelSpec:
     return trace.spec
 
 
-def planned_share(split: float) -> Callable[[str, int], bool]:
-    """Choose the requests to plan on: a share `split`, evenly spaced; 0.5 takes every other.
+def planned_share(split: float, traces: Mapping[str, "Workload"] | None = None) -> Callable[[str, int], bool]:
+    """Choose the requests to plan on: a share `split`.
+
+    Of a trace they are evenly spaced; 0.5 takes every other. Of counts they are the first windows: plans are made on
+    the past and judged on the future.
+
+    Args:
+        traces: the traces, if some may be counts.
 
     Raises:
-        UsageError: the share is not above 0 and at most 1.
+        UsageError: the share is not above 0 and at most 1, or counts have a single window to split.
     """
     if not 0 < split <= 1:
         raise UsageError(f"--split {split}: expected a share above 0 and at most 1, such as 0.5")
-    return lambda server, place: int((place + 1) * split + 1e-9) > int(place * split + 1e-9)
+    past: dict[str, int] = {}
+    for server, trace in (traces or {}).items():
+        if not isinstance(trace, ExpertCounts):
+            continue
+        windows = len(trace.requests)
+        if split < 1 and windows < 2:
+            raise UsageError(
+                f"{trace.path} holds counts of one window, expected two or more to split by time; import counts with a "
+                f"column for the time, or give --split 1"
+            )
+        past[server] = windows if split == 1 else min(max(1, int(windows * split + 1e-9)), windows - 1)
+
+    def uses(server: str, place: int) -> bool:
+        if server in past:
+            return place < past[server]
+        return int((place + 1) * split + 1e-9) > int(place * split + 1e-9)
+
+    return uses
 
 
 def held_out(uses: Callable[[str, int], bool]) -> Callable[[str, int], bool]:

@@ -10,6 +10,8 @@ from moetool.placement.planner import Problem
 
 _EXPERTS, _GPUS = 4, 32
 """Limits of tried experts, and of tried GPUs (those with the least work), per copy."""
+_LIGHT, _SWAPS = 16, 8
+"""GPUs with the least work, and swaps tried with them, per swap."""
 
 
 class CopySearch:
@@ -31,7 +33,8 @@ class CopySearch:
         self._tokens_GE = problem.demand.tokens_GLE[:, layer]
         self._total_E = self._tokens_GE.sum(axis=0)
         self._server_G, self._speed_G = np.array(problem.cluster.server_G), np.array(problem.latency.speed_G)
-        self._flow_GG = flows(problem.cluster, self._tokens_GE, placed_GE)
+        self._routing = problem.routing
+        self._flow_GG = flows(problem.cluster, self._tokens_GE, placed_GE, self._routing)
         self._sum()
 
     def run(self, most: int = 0, until: float = math.inf) -> None:
@@ -51,6 +54,50 @@ class CopySearch:
             if made == most:
                 return
 
+    def swap(self, most: int, until: float = math.inf) -> None:
+        """Swap copies of the slowest GPU with copies of GPUs with the least work until none helps.
+
+        Of the swaps that should even out two GPUs best, the first that lowers the cost is made.
+
+        Args:
+            most: limit of swaps.
+            until: end of the time for it, in seconds of `time.perf_counter`.
+        """
+        for _ in range(most):
+            if time.perf_counter() >= until or not self._swap_best():
+                return
+
+    def _swap_best(self) -> bool:
+        load_G, placed_GE = self._flow_GG.sum(axis=0), self.placed_GE
+        slow = int((self._comp_G + self._latency.ways * np.maximum(self._send_G, self._recv_G)).argmax())
+        share_E = self._total_E / np.maximum(placed_GE.sum(axis=0), 1)
+        here = np.flatnonzero(placed_GE[slow])
+        order = np.argsort(self._comp_G, kind="stable")
+        others = order[order != slow][:_LIGHT]
+        # A swap that evens out two GPUs moves half of their difference.
+        change_GHE = share_E[here][None, :, None] - share_E[None, None, :]
+        off_GHE = np.abs(change_GHE - ((load_G[slow] - load_G[others]) / 2)[:, None, None])
+        able_GHE = placed_GE[others][:, None, :] & ~placed_GE[slow] & ~placed_GE[others][:, here][:, :, None]
+        off_GHE = np.where(able_GHE & (change_GHE > 0), off_GHE, np.inf)
+        nearest = np.argpartition(off_GHE, min(_SWAPS, off_GHE.size - 1), axis=None)[:_SWAPS]
+        for place in nearest[np.argsort(off_GHE.flat[nearest], kind="stable")].tolist():
+            g, h, there = np.unravel_index(place, off_GHE.shape)
+            if not np.isfinite(off_GHE[g, h, there]):
+                break
+            with_GE = placed_GE.copy()
+            with_GE[slow, [here[h], there]] = False, True
+            with_GE[others[g], [here[h], there]] = True, False
+            tried = self._try(with_GE)
+            if tried[0] < self.cost * (1 - 1e-9):
+                self._take(with_GE, *tried[1:])
+                return True
+        return False
+
+    def _take(self, with_GE: np.ndarray, to_H: np.ndarray, flow_GH: np.ndarray) -> None:
+        self._flow_GG[:, to_H] = flow_GH
+        self.placed_GE[:] = with_GE
+        self._sum()
+
     def _add_best(self, experts: int, gpus: int) -> bool:
         free_G = self.placed_GE.sum(axis=1) < self._room_G
         computing, talking = int(self._comp_G.argmax()), int(np.maximum(self._send_G, self._recv_G).argmax())
@@ -66,10 +113,7 @@ class CopySearch:
                 best, chosen = tried, with_GE
         if chosen is None:
             return False
-        _, to_H, flow_GH = self._try(chosen)
-        self._flow_GG[:, to_H] = flow_GH
-        self.placed_GE[:] = chosen
-        self._sum()
+        self._take(chosen, *self._try(chosen)[1:])
         return True
 
     def _try(self, with_GE: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
@@ -79,8 +123,8 @@ class CopySearch:
         flow_GH = self._flow_GG[:, to_H]
         for e in changed.tolist():
             tokens_G = self._tokens_GE[:, e]
-            flow_GH += expert_flow(self._server_G, tokens_G, with_GE[:, e], to_H)
-            flow_GH -= expert_flow(self._server_G, tokens_G, self.placed_GE[:, e], to_H)
+            flow_GH += expert_flow(self._server_G, tokens_G, with_GE[:, e], to_H, self._routing)
+            flow_GH -= expert_flow(self._server_G, tokens_G, self.placed_GE[:, e], to_H, self._routing)
         flow_GH = np.maximum(flow_GH, 0.0)
         latency, comp_G, recv_G = self._latency, self._comp_G.copy(), self._recv_G.copy()
         comp_G[to_H] = along(latency.comp, flow_GH.sum(axis=0)) / self._speed_G[to_H]

@@ -1,5 +1,7 @@
 """Assignment of servers' experts to their GPUs."""
 
+import heapq
+
 import numpy as np
 
 from moetool.placement.planner import Problem
@@ -29,10 +31,14 @@ def pack_servers(problem: Problem, placed_NLE: np.ndarray) -> np.ndarray:
                 room[int(np.where(room < left, left - room * remaining / max(1, len(experts)), -np.inf).argmax())] += 1
             left -= room
             remaining -= len(experts)
-            load = np.zeros(len(gpus))
+            lightest = [(0.0, g) for g in range(len(gpus)) if room[g]]
+            used_E = np.maximum(tokens_NLE[n, layer], 1e-9)
             for expert in experts[np.argsort(-tokens_NLE[n, layer, experts], kind="stable")].tolist():
-                g = int(np.where(room > 0, load, np.inf).argmin())
+                load, g = lightest[0]
                 placed_GLE[gpus[g], layer, expert] = True
-                load[g] += max(tokens_NLE[n, layer, expert], 1e-9) / speed_G[gpus[g]]
                 room[g] -= 1
+                if room[g]:
+                    heapq.heapreplace(lightest, (load + float(used_E[expert]) / speed_G[gpus[g]], g))
+                else:
+                    heapq.heappop(lightest)
     return placed_GLE

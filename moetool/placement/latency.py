@@ -231,8 +231,10 @@ def flows(cluster: Cluster, tokens_GE: np.ndarray, placed_GE: np.ndarray, routin
     return flow_GG
 
 
-def expert_flow(server_G: np.ndarray, tokens_G: np.ndarray, hosts_G: np.ndarray, to_H: np.ndarray) -> np.ndarray:
-    """Return tokens [G, H] of one expert to some GPUs, as `flows` with routing `nearest`; fast for many trials.
+def expert_flow(
+    server_G: np.ndarray, tokens_G: np.ndarray, hosts_G: np.ndarray, to_H: np.ndarray, routing: str = "nearest"
+) -> np.ndarray:
+    """Return tokens [G, H] of one expert to some GPUs, as `flows`; fast for many trials.
 
     Args:
         server_G: the server of each GPU, from 0.
@@ -240,6 +242,8 @@ def expert_flow(server_G: np.ndarray, tokens_G: np.ndarray, hosts_G: np.ndarray,
         to_H: the target GPUs.
     """
     hosts_H = hosts_G[to_H]
+    if routing == "even":
+        return np.outer(tokens_G, hosts_H / max(1.0, float(hosts_G.sum())))
     count_G = np.bincount(server_G, weights=hosts_G)[server_G]
     own_GH = (server_G[:, None] == server_G[to_H]) & hosts_H
     share_GH = np.where(
@@ -250,10 +254,12 @@ def expert_flow(server_G: np.ndarray, tokens_G: np.ndarray, hosts_G: np.ndarray,
     return flow_GH
 
 
-def layers_s(latency: Latency, cluster: Cluster, tokens_GLE: np.ndarray, placed_GLE: np.ndarray) -> float:
+def layers_s(
+    latency: Latency, cluster: Cluster, tokens_GLE: np.ndarray, placed_GLE: np.ndarray, routing: str = "nearest"
+) -> float:
     """Return T_comp + T_comm of all layers, each with its whole demand in one step."""
     return sum(
-        sum(latency.layer(flows(cluster, tokens_GLE[:, layer], placed_GLE[:, layer])))
+        sum(latency.layer(flows(cluster, tokens_GLE[:, layer], placed_GLE[:, layer], routing)))
         for layer in range(tokens_GLE.shape[1])
     )
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import highspy
 import numpy as np
-from scipy.sparse import csc_matrix
 
 STRATEGIES = (1, 4)
 """Strategies of HiGHS in order: dual simplex, then primal."""
@@ -25,9 +24,26 @@ class Solution:
     x: np.ndarray
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseMatrix:
+    """The entries of a programme's constraints, line by line.
+
+    Attributes:
+        starts: first entry of each line, and the number of entries.
+        index: place of each entry in its line.
+        value: its value.
+        by_row: whether a line is a row; else it is a column.
+    """
+
+    starts: np.ndarray
+    index: np.ndarray
+    value: np.ndarray
+    by_row: bool
+
+
 def minimise(
     cost: np.ndarray,
-    matrix: csc_matrix,
+    matrix: SparseMatrix,
     row_lower: np.ndarray,
     row_upper: np.ndarray,
     lower: np.ndarray,
@@ -55,10 +71,10 @@ def minimise(
     lp.num_col_, lp.num_row_ = len(cost), len(row_lower)
     lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, lower, upper
     lp.row_lower_, lp.row_upper_ = row_lower, row_upper
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = matrix.indptr
-    lp.a_matrix_.index_ = matrix.indices
-    lp.a_matrix_.value_ = matrix.data
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise if matrix.by_row else highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_ = matrix.starts
+    lp.a_matrix_.index_ = matrix.index
+    lp.a_matrix_.value_ = matrix.value
     highs.passModel(lp)
     for strategy in STRATEGIES:
         highs.setOptionValue("simplex_strategy", strategy)

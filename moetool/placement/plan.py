@@ -46,8 +46,8 @@ class PlacementPlan(Artefact):
         costs: unit and curves of T_comp and T_comm.
         objective: name of the objective of `value` and `lower_bound`.
         value: the objective on the requests that the plan was made from.
-        lower_bound: lower bound of the objective, None if unknown. For T_comp + T_comm: perfect balance without
-            traffic. For remote calls: the least in these slots (`moetool.placement.scoring.PlacementScore`).
+        lower_bound: lower bound of the objective, None if unknown. For T_comp + T_comm: of any placement in this
+            memory. For remote calls: the least in these slots (`moetool.placement.scoring.PlacementScore`).
         traces: traces that the plan was made from.
         profile_sha256: sha256 of the profile that the plan was made from, if any.
         planning_s: seconds of planning.
@@ -209,7 +209,11 @@ class MigrationPlan(Artefact):
         call_s: seconds of a remote call.
         saved_s: seconds saved over the horizon, (calls_before - calls_after) * call_s.
         horizon_tokens: expected life of the new placement, in tokens of the cluster.
-        worth_it: Eq. 4: whether saved_s is more than both eq3_s and `seconds`.
+        worth_it: whether it pays. With costs in seconds: whether T_comp + T_comm fall by more than `parallel_s`. Else
+            Eq. 4: whether saved_s is more than both eq3_s and `seconds`.
+        parallel_s: time of the moves with all GPUs at once.
+        step_before_s: T_comp + T_comm over the horizon under the old placement; None with unit costs.
+        step_after_s: the same under the new placement.
         windows: compute phases that the moves take if they run only in those (None: not computed).
         window_s: length of a compute phase.
     """
@@ -231,6 +235,16 @@ class MigrationPlan(Artefact):
     worth_it: bool
     windows: int | None = None
     window_s: float | None = None
+    parallel_s: float = 0.0
+    step_before_s: float | None = None
+    step_after_s: float | None = None
+
+    @property
+    def pays_after_tokens(self) -> float | None:
+        """Return the tokens after which the saved T_comp + T_comm exceed the moves; None if never, or unknown."""
+        if self.step_before_s is None or self.step_after_s is None or self.step_after_s >= self.step_before_s:
+            return None
+        return self.parallel_s / (self.step_before_s - self.step_after_s) * self.horizon_tokens
 
     @property
     def printed_s(self) -> float:
@@ -259,8 +273,11 @@ class MigrationPlan(Artefact):
         check.require(self.bytes == total, "bytes", f"{self.bytes:,}", f"{total:,}, the sum of its moves")
         near = math.isclose(self.seconds, seconds, rel_tol=1e-6, abs_tol=1e-9)
         check.require(near, "seconds", self.seconds, f"{seconds:g}, the sum of its moves")
-        for name in ("eq3_s", "calls_before", "calls_after", "call_s"):
+        for name in ("eq3_s", "calls_before", "calls_after", "call_s", "parallel_s"):
             check.require_number(name, getattr(self, name))
+        for name in ("step_before_s", "step_after_s"):
+            if getattr(self, name) is not None:
+                check.require_number(name, getattr(self, name))
         check.require_number("saved_s", self.saved_s, -math.inf)
         check.require_positive("horizon_tokens", self.horizon_tokens)
         if self.windows is not None:

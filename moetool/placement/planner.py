@@ -31,6 +31,8 @@ class Problem:
         latency: costs of computing and sending.
         seed: seed of every random choice.
         start_GLE: current placement, from which a planner may start; None without one.
+        equal_slots: slots of each layer on every GPU, where an engine has as many of each; 0: as memory allows.
+        routing: choice of the copy for a token (`moetool.placement.latency.flows`).
         on_progress: called with the work done and the total, by planners that may take long.
         slots_G: experts of the model's largest size that fit on each GPU.
     """
@@ -39,6 +41,8 @@ class Problem:
     latency: Latency
     seed: int = 0
     start_GLE: np.ndarray | None = None
+    equal_slots: int = 0
+    routing: str = "nearest"
     on_progress: Callable[[int, int], None] = lambda done, total: None
 
     def __post_init__(self) -> None:

@@ -4,10 +4,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import csc_matrix
 
 from moetool.placement.latency import along, hull, knots
-from moetool.placement.linear_programme import minimise
+from moetool.placement.linear_programme import SparseMatrix, minimise
 from moetool.placement.local_search import Layer
 
 Row = tuple[np.ndarray, np.ndarray, float, float]
@@ -116,12 +115,11 @@ def relax(layer: Layer, budget: float | None = None, until: float = math.inf) ->
     rows = [_in_units(row, comp, unit) for row in rows]
     lower[comp:] /= unit
     starts = np.concatenate([[0], np.cumsum([len(row[0]) for row in rows])])
-    matrix = csc_matrix(
-        (
-            np.concatenate([row[1] for row in rows]),
-            (np.repeat(np.arange(len(rows)), np.diff(starts)), np.concatenate([row[0] for row in rows])),
-        ),
-        shape=(len(rows), columns),
+    matrix = SparseMatrix(
+        starts=starts,
+        index=np.concatenate([row[0] for row in rows]),
+        value=np.concatenate([row[1] for row in rows]),
+        by_row=True,
     )
     row_lower, row_upper = np.array([row[2] for row in rows]), np.array([row[3] for row in rows])
     solution = minimise(cost, matrix, row_lower, row_upper, lower, upper, until)

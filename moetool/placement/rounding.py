@@ -1,7 +1,6 @@
 """DIRECTOR's scale-aware iterative rounding of one layer, finished by a matching."""
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from moetool.placement.local_search import Layer
 
@@ -88,6 +87,8 @@ def _match(layer: Layer, x_EG: np.ndarray) -> np.ndarray:
     gpu_E = x_EG.argmax(axis=1)
     left = np.flatnonzero(x_EG.max(axis=1) < 1)
     if len(left):
+        from scipy.optimize import linear_sum_assignment  # half a second, which most plans do not need
+
         settled_G = np.bincount(np.delete(gpu_E, left), minlength=len(layer.room_G))
         slots = np.repeat(np.arange(len(settled_G)), np.minimum(layer.room_G - settled_G, len(left)))
         rows, columns = linear_sum_assignment(x_EG[np.ix_(left, slots)], maximize=True)

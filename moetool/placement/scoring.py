@@ -1,18 +1,16 @@
 """Scores of a placement on requests: locality, latency, balance, bytes, gaps to the bounds."""
 
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from moetool.base.types import Cluster, ModelSpec
+from moetool.placement.bounds import latency_bound, memory_bound, remote_bound
 from moetool.placement.demand import Demand, per_server
-from moetool.placement.latency import VALUE_BYTES, along, flows, hull, knots
-from moetool.placement.planner import Problem, layer_slots
+from moetool.placement.latency import VALUE_BYTES, flows
+from moetool.placement.planner import Problem
 
-BOUND_S = 120.0
-"""Time limit of a bound."""
 FORWARD_TOKENS = 4
 """Tokens of a forward of which `PlacementScore.messages` counts messages: a decode step of a few requests."""
 
@@ -32,11 +30,13 @@ class PlacementScore:
         messages: other servers that a forward of `FORWARD_TOKENS` calls in each layer, the expected mean.
         comp: DIRECTOR's T_comp (Eq. 2), in the unit of the costs.
         comm: T_comm (Eq. 4).
-        work_bound: lower bound of comp + comm of any placement: perfect balance without traffic. None if not computed.
+        memory_bound: lower bound of comp + comm of any placement in this memory, with or without copies: perfect
+            balance, and the traffic that memory cannot avoid. None if not computed.
         latency_bound: a tighter bound of comp + comm for fewer placements, or None. If this placement has one copy of
             each expert, it is that of the relaxation with the hottest expert. It then covers placements with one copy
             each, and per GPU at most as many experts of a layer as this one or `layer_slots`; others may have less. For
-            a placement with copies, or after two minutes, it is `work_bound`. Compared placements share one bound.
+            a placement with copies, a large layer, or after two minutes, it is `memory_bound`. Compared placements
+            share one bound.
         balancedness: three definitions on the same loads of GPUs: `sglang`, the mean over layers of
             (mean + 1e-5) / (max + 1e-5); `vllm`, the sum of means over the sum of maxima; `tensorrt_llm`, the mean
             over layers of (max - mean) / mean, where 0 is best.
@@ -55,7 +55,7 @@ class PlacementScore:
     messages: float
     comp: float
     comm: float
-    work_bound: float | None
+    memory_bound: float | None
     latency_bound: float | None
     balancedness: dict[str, float]
     even_balancedness: float
@@ -127,7 +127,7 @@ def score(
         messages=messages(demand, placed_GLE),
         comp=float(parts[:, 0].sum()),
         comm=float(parts[:, 1].sum()),
-        work_bound=work_bound(problem) if bounds else None,
+        memory_bound=memory_bound(problem) if bounds else None,
         latency_bound=latency_bound(problem, placed_GLE, c_max=c_max) if bounds else None,
         balancedness=balancedness(flow_LGG.sum(axis=1)),
         even_balancedness=balancedness(even_LG)["sglang"],
@@ -196,56 +196,6 @@ def balancedness(load_LG: np.ndarray) -> dict[str, float]:
         "vllm": float(mean_L.sum() / max_L.sum()),
         "tensorrt_llm": float(((max_L - mean_L) / mean_L).mean()),
     }
-
-
-def remote_bound(problem: Problem) -> float | None:
-    """Return the least remote calls of any placement in the cluster's slots of the largest expert's size.
-
-    None if it takes longer than two minutes.
-
-    Idle servers have no calls: the thousandth of a token per layer that planners count for them is left out.
-    """
-    from moetool.placement.least_remote import optimum
-
-    demand = problem.demand
-    idle = float(demand.frequency_NLE.sum() - demand.tokens_NLE.sum())
-    try:
-        return max(0.0, optimum(problem, BOUND_S)[0] - idle)
-    except TimeoutError:
-        return None
-
-
-def work_bound(problem: Problem) -> float:
-    """Return the lower bound of T_comp + T_comm of any placement, with or without copies, in any memory."""
-    latency = problem.latency
-    speed, num_gpus = sum(latency.speed_G), len(latency.speed_G)
-    total = 0.0
-    for load in problem.demand.tokens_LE.sum(axis=1).tolist():
-        lines = hull(lambda amount: along(latency.comp, amount), knots(latency.comp, load))
-        total += max((slope * load + cut * num_gpus) / speed for slope, cut in lines)
-    return total
-
-
-def latency_bound(problem: Problem, *placed_GLE: np.ndarray, c_max: int = 0) -> float:
-    """Return a bound of T_comp + T_comm for all of these placements (`PlacementScore.latency_bound`)."""
-    latency, demand = problem.latency, problem.demand
-    if any((one_GLE.sum(axis=0) > 1).any() for one_GLE in placed_GLE):
-        return work_bound(problem)
-    from moetool.placement.local_search import Layer
-    from moetool.placement.relaxation import relax
-
-    # Allow the layer counts of this placement, even if `layer_slots` would not give them.
-    room_GL = np.maximum.reduce([layer_slots(problem, c_max), *(one_GLE.sum(axis=2) for one_GLE in placed_GLE)])
-    total, until = 0.0, time.perf_counter() + BOUND_S
-    for i, num_experts in enumerate(problem.spec.num_experts_L):
-        layer = Layer(tokens_GE=demand.tokens_GLE[:, i, :num_experts], room_G=room_GL[:, i], latency=latency)
-        try:
-            relaxed = relax(layer, until=until)
-        except TimeoutError:
-            return work_bound(problem)
-        assert relaxed is not None, "without a budget the relaxation has a solution"
-        total += relaxed.bound
-    return total
 
 
 def _link_bytes(problem: Problem, flow_NN: np.ndarray, value_bytes: int) -> tuple[tuple[str, str, float | None], ...]:

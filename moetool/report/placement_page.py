@@ -9,14 +9,20 @@ from moetool.base import tables
 from moetool.base.errors import MismatchError
 from moetool.base.tables import TextTable, significant
 from moetool.base.types import Cluster
-from moetool.placement.comparison import PlannerRow, Workload, score_plan
 from moetool.placement.demand import read_demand
+from moetool.placement.engine_slots import BALANCE
 from moetool.placement.latency import flows
 from moetool.placement.plan import PlacementPlan
+from moetool.placement.planning import PlannerRow, Workload, score_plan
 from moetool.placement.scoring import FORWARD_TOKENS
 from moetool.report.figures.placement import Placed, plots
 from moetool.report.html_page import Section, render_page
 from moetool.report.trace_page import shape_of
+
+ENGINE_NAMES = {"sglang": "SGLang", "vllm": "vLLM", "tensorrt_llm": "TensorRT-LLM"}
+"""Engines by their definition of balancedness."""
+_MOST_SERVERS = 8
+"""Servers up to which a table has a column for each."""
 
 
 def measure(
@@ -120,24 +126,29 @@ def _changes_table(plans: Sequence[Placed]) -> TextTable:
     return tables.table_of("Changes from before to after", range(len(cluster.gpus)), columns)
 
 
-def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs: str) -> list[TextTable]:
+def score_tables(
+    rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs: str, engine: str | None = None
+) -> list[TextTable]:
     """Return tables that compare the scores of placements.
 
     Args:
         rows: name and score of each placement.
         costs: the costs in DIRECTOR's equations, in words.
+        engine: engine whose balance to print (None: that of each).
     """
     scores = [((name, row.requests), row.score, row.planning_s) for name, row in rows]
+    servers = cluster.servers if len(cluster.servers) <= _MOST_SERVERS else ()
+    balances = ENGINE_NAMES if engine is None else {BALANCE[engine]: ENGINE_NAMES[BALANCE[engine]]}
     local = TextTable(
         title="Local compute share by server, and remote expert calls",
         columns=(
-            *("planner", "requests", *(server.name for server in cluster.servers)),
+            *("planner", "requests", *(server.name for server in servers)),
             *("mean", "total", "remote calls", "bound", "messages", "copies", "sent", "planning s"),
         ),
         rows=[
             [
                 *of,
-                *("-" if share is None else tables.percent(share) for share in found.local_N),
+                *("-" if share is None else tables.percent(share) for share in found.local_N[: len(servers)]),
                 *(tables.percent(found.local_mean), tables.percent(found.local), f"{found.remote_calls:,.0f}"),
                 "-" if found.remote_bound is None else f"{found.remote_bound:,.0f}",
                 *(f"{found.messages:.2f}", f"{found.copies:.2f}"),
@@ -156,7 +167,7 @@ def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs
         title=f"Latency by DIRECTOR's Eqs. 2 and 4, and load balance ({costs})",
         columns=(
             *("planner", "requests", "T_comp", "T_comm", "sum", "bound", "gap"),
-            *("SGLang", "vLLM", "TensorRT-LLM"),
+            *balances.values(),
         ),
         rows=[
             [
@@ -164,17 +175,25 @@ def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs
                 *(significant(value) for value in (found.comp, found.comm, found.latency)),
                 "-" if found.latency_bound is None else significant(found.latency_bound),
                 "-" if found.latency_gap is None else tables.percent(found.latency_gap),
-                *(f"{found.balancedness[name]:.3f}" for name in ("sglang", "vllm", "tensorrt_llm")),
+                *(f"{found.balancedness[name]:.3f}" for name in balances),
             ]
             for of, found, _ in scores
         ],
         num_text=2,
         notes=(
-            "bound: of the sum, with one copy per expert; if a plan has replicas, of compute alone; gap: sum above it",
-            "SGLang, vLLM, TensorRT-LLM: balance as that engine defines it; 1 is best, for TensorRT-LLM 0",
+            "bound: of the sum, of any placement in this memory: perfect balance, and the traffic that memory cannot "
+            "avoid; where no plan has replicas, of any with one copy per expert; gap: sum above it",
+            f"{', '.join(balances.values())}: balance as that engine defines it; {_best(balances)}",
         ),
     )
     return [local, latency]
+
+
+def _best(balances: Mapping[str, str]) -> str:
+    """Return the best value of these definitions of balance."""
+    if len(balances) > 1:
+        return "1 is best, for TensorRT-LLM 0"
+    return "0 is best" if "tensorrt_llm" in balances else "1 is best"
 
 
 def summed_bytes(sent: Sequence[float | None]) -> str:

@@ -83,7 +83,7 @@ def open_sources(given: Sequence[str]) -> dict[str, "Trace"]:
         UsageError: a value has no `=`, a server is named twice, or there is no such folder.
         MismatchError: a trace is damaged, or holds only counts of experts.
     """
-    from moetool.placement.comparison import open_traces
+    from moetool.placement.planning import open_traces
     from moetool.trace.reader import Trace
 
     traces = {}

@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moetool.cli.guide import topics
 from tests.command_line import exit_code
 from tests.documents import INSTEAD, blocks, cluster_of, commands
+from tests.hourly_counts import write_day
 from tests.routed_engine import NEW, engine
 from tests.servers import serving
 
@@ -85,6 +87,7 @@ def test_every_command_and_snippet_works(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, "."])
     cluster_of(tmp_path, SERVERS)
+    write_day(Path("hours.csv"), np.random.default_rng(0).gamma(1.0, 1.0, (3, 4, 32)))
     Path("t.csv").write_text("l,e,t\n0,1,0\n0,2,0\n1,3,0\n1,0,0\n")
     done: set[str] = set()
     for topic, page in topics().items():

@@ -4,9 +4,13 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from moetool.base import durable
+from moetool.placement.plan import PlacementPlan
 from moetool.placement.planners.director import Options
+from moetool.trace.expert_counts import Counted, write_counts
 from tests.command_line import Run
 from tests.synthetic import make_spec, write_trace
 
@@ -93,6 +97,31 @@ def test_exports(run: Run, folder: Path, tmp_path: Path) -> None:
     code, out, _ = run("export", plan, "--format", "sglang", "--out", tmp_path / "s.json", "--num-hidden-layers", 5)
     assert code == 0 and "--init-expert-location" in out
     assert len(json.loads((tmp_path / "s.json").read_text())["physical_to_logical_map"]) == 5
+
+
+def test_counts_become_a_verdict_and_a_file_for_an_engine(run: Run, tmp_path: Path) -> None:
+    spec, rng = make_spec(2, 8), np.random.default_rng(0)
+    with durable.staged_directory(tmp_path / "counts") as folder:
+        write_counts(folder, Counted(spec=spec, counts_WLE=rng.integers(1, 1000, (4, 2, 8)) ** 2), {})
+    nodes = "".join(f'[[servers]]\nname = "{n}"\n[[servers.gpus]]\nmemory_bytes = "1MB"\ncount = 2\n' for n in "ab")
+    (tmp_path / "nodes.toml").write_text(nodes)
+    best, map = tmp_path / "best.json", tmp_path / "best.sglang.json"
+    inputs = [f"--trace={tmp_path / 'counts'}", f"--cluster={tmp_path / 'nodes.toml'}", "--for", "sglang"]
+    code, out, err = run("compare", *inputs, "--machine", "h100-node", "--out", best)
+    assert code == 0, err
+    assert "slots per GPU" in out and "held out: " in out and "left out: redundant puts" in out
+    assert "it pays after" in out and "windows" in out and "SGLang" in out and "TensorRT" not in out
+    code, out, err = run("export", best, "--format", "sglang", "--out", tmp_path / "best.sglang")
+    assert code == 2 and ".json" in err and not (tmp_path / "best.sglang").exists()
+    code, out, _ = run("export", best, "--format", "sglang", "--out", map)
+    slots = len(PlacementPlan.load(best).experts_LG[0][0])
+    assert code == 0 and f"--ep-num-redundant-experts {4 * slots - 8}" in out
+    assert [len(row) for row in json.loads(map.read_text())["physical_to_logical_map"]] == [4 * slots] * 2
+    moves = ["migrate", best, best, inputs[0], "--horizon-tokens", 1e6, "--machine", "h100-node", "--out"]
+    code, out, _ = run(*moves, tmp_path / "moves.json")
+    assert code == 0 and "not worth it" in out
+    code, _, err = run("placement", *inputs, "--planner", "eplb", "--redundant", 3, "--out", tmp_path / "x.json")
+    assert code == 2 and "--redundant is 3" in err
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from moetool.cluster.edge.protocol import ArrivedExpert, ExpertLocations, Expert
 from moetool.cluster.edge.replacement import places_of
 from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 from moetool.models.checkpoint import Checkpoint
-from moetool.placement.comparison import plan_placement, score_plan
 from moetool.placement.plan import Place, PlacementPlan
+from moetool.placement.planning import plan_placement, score_plan
 from moetool.prompts.gather import gather
 from moetool.runtime.request import Output, SamplingParams
 from moetool.trace.edit import split

@@ -13,9 +13,9 @@ from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED, ClusterB
 from moetool.costing.costs import CostProfile
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, DTYPES, served_dtype
-from moetool.placement.comparison import plan_placement
 from moetool.placement.demand import loads
 from moetool.placement.plan import PlacementPlan
+from moetool.placement.planning import plan_placement
 from moetool.prompts.gather import Prompt, gather
 from moetool.trace.edit import split
 from moetool.trace.reader import Trace
@@ -65,7 +65,7 @@ class BenchInputs:
 
     def plans(self, cluster: Cluster, lines: Sequence[str], seed: int) -> dict[str, PlacementPlan]:
         """The placement of each line with a planner."""
-        from moetool.placement.comparison import Setting
+        from moetool.placement.planning import Setting
 
         names = [name for name in lines if name not in (ALONE, REDIRECTED)]
         return {name: plan_placement(self.planned, cluster, name, {}, setting=Setting(seed=seed))[0] for name in names}

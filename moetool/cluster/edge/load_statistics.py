@@ -13,7 +13,7 @@ from moetool.cluster.edge.protocol import ArrivedExpert, WorkerStats
 
 _FOLDS = 4
 _TRACE = 1e-6
-_OLDER_MOVES = 0.8
+_OLDER_MOVES, _STALE_MOVES = 0.8, 0.1
 _FIRST_ROUND_S = 0.1
 """Assumed before the first migration."""
 _MOST = 1e18
@@ -64,6 +64,7 @@ class Statistics:
         self._computed_N = np.zeros((num_servers, 3))  # seconds, pairs, since when
         self._expert_s_N = np.full(num_servers, np.nan)
         self._moved_NN = np.zeros((num_servers, num_servers, 2))  # bytes, seconds
+        self._fresh: set[frozenset[int]] = set()
         self._rounds = np.zeros(2)  # seconds of migrations besides transfer, rounds
 
     def add(self, stats: WorkerStats, now_s: float) -> None:
@@ -85,15 +86,25 @@ class Statistics:
             self._computed_N[n] = (0.0, 0.0, now_s)
 
     def moved(self, server: int, moved: ArrivedExpert) -> None:
-        """Count an expert copied to a server, in a migration or a trial; later ones weigh more."""
+        """Count an expert copied to a server, in a migration or a trial.
+
+        Later ones weigh more, and those before `measure_again` little.
+        """
         if moved.source >= 0 and moved.seconds > 0:
+            if frozenset((moved.source, server)) not in self._fresh:
+                self._moved_NN[[moved.source, server], [server, moved.source]] *= _STALE_MOVES
             self._moved_NN[moved.source, server] *= _OLDER_MOVES
             self._moved_NN[moved.source, server] += (moved.bytes, moved.seconds)
+            self._fresh.add(frozenset((moved.source, server)))
 
     @property
     def moved_between(self) -> frozenset[frozenset[int]]:
-        """Pairs of servers whose transfers were measured."""
-        return frozenset(frozenset(pair) for pair in np.argwhere(self._moved_NN[:, :, 1] > 0).tolist())
+        """Pairs of servers whose transfers were measured since `measure_again`."""
+        return frozenset(self._fresh)
+
+    def measure_again(self) -> None:
+        """Let the next decision time every link that no migration uses until then: load changes their rates."""
+        self._fresh.clear()
 
     def migrated(self, rounds: int, beside_s: float) -> None:
         """Count a migration and its seconds without transfer time; later ones weigh more."""

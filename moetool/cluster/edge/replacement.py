@@ -155,7 +155,7 @@ def next_round(
 def trial_copies(
     statistics: Statistics, cluster: Cluster, held: Mapping[int, Set[Place]]
 ) -> list[tuple[int, Place, int]]:
-    """Copies (server, place, source) that would measure links between running servers that no copy has used yet.
+    """Copies (server, place, source) that would measure links between running servers not used since a decision.
 
     A link on which a copy takes long by the plan is left out: its rate outweighs everything else.
 

@@ -292,6 +292,7 @@ class Scheduler:
         began = time.monotonic()
         decision = self._propose(record, held, slots)
         record.plan_s = time.monotonic() - began
+        self.statistics.measure_again()
         self.history.decisions.append(record)
         if decision is not None and decision.made:
             record.outcome = "under way"

@@ -32,6 +32,7 @@ class BatchRecord:
         expert_s, dense_s, exchange_s: seconds, means over the ranks (`DispatchTally`).
         byte_s: seconds per byte of rows in an all-to-all, without its fixed cost; 0 if unknown.
         decided_s: seconds that the batch waited for its decision.
+        moved_s: transfer seconds of these experts, on the rank with the most.
     """
 
     number: int
@@ -54,6 +55,7 @@ class BatchRecord:
     exchange_s: float
     byte_s: float = 0.0
     decided_s: float = 0.0
+    moved_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields but `tokens_GLE`."""
@@ -104,6 +106,7 @@ def record_of(
         exchange_s=float(np.mean([tally["exchange_s"] for tally in tallies.values()])),
         byte_s=slope(np.sum([tally["wire"] for tally in tallies.values()], axis=0)),
         decided_s=decided_s,
+        moved_s=max(message["moved"]["seconds"] for message in done.values()),
     )
 
 

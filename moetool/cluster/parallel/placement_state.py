@@ -1,15 +1,18 @@
 """The current placement, the pending decision about the next one, and measured costs."""
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from moetool.base.errors import first_line
+from moetool.base.tables import count, numbered
 from moetool.base.types import Cluster, ModelSpec
 from moetool.cluster.parallel.batch_placement import BatchReplacement, Waiting
 from moetool.cluster.parallel.batch_records import BatchRecord
@@ -20,8 +23,10 @@ from moetool.placement.replica_routing import holders_of, without
 
 _LOG = logging.getLogger(__name__)
 
-_KEPT = 1000
-"""Number of decisions kept."""
+_KEPT, _SHOWN = 1000, 200
+"""Number of decisions kept, and of their entries in the history."""
+_LINE_S = 10.0
+"""Seconds between two lines about migrations."""
 
 
 class PlacementState:
@@ -38,6 +43,8 @@ class PlacementState:
         control: makes decisions.
         costs: measured costs for decisions.
         decisions: the last thousand decisions.
+        history: the last two hundred as JSON objects, with the batch that each is for and, if experts move, the
+            expected and measured transfer seconds of the busiest rank.
         late: number of decisions dropped because their batch had begun.
         error: the last failure of the control; serving goes on without its decision.
         placed_GLE: the placement after the newest stage.
@@ -46,6 +53,7 @@ class PlacementState:
         used_GLE: uses of experts by each GPU's own tokens since the start.
         loaded_GLE: experts that each GPU received in migrations since the start.
         deciding: start time of the pending decision, or None.
+        narrate: called with a line about migrations.
     """
 
     def __init__(
@@ -61,6 +69,11 @@ class PlacementState:
         post: Callable[[str, Any], None],
     ) -> None:
         self.decisions: list[Decision] = []
+        self.history: deque[dict[str, Any]] = deque(maxlen=_SHOWN)
+        self.narrate: Callable[[str], object] = lambda line: None
+        self._moving: dict[str, Any] | None = None  # the entry of the migration under way
+        self._told_s, self._untold = -math.inf, (0, 0)  # time of the last line; migrations and bytes since then
+        self._expert_bytes_L = np.array(spec.expert_bytes_L)
         self.late = 0
         self.error = ""
         self.version = 0
@@ -83,11 +96,12 @@ class PlacementState:
         self.control, self._planned_GLE, self.placed_GLE = control, placed_GLE, placed_GLE
         self._migrate = migrate
         self.decisions = []
+        self.history.clear()
 
     def order(self, there: Sequence[int]) -> dict[str, Any]:
         """Return the order for a new generation of these GPUs. A pending decision is dropped."""
         self._epoch += 1
-        self._next = None
+        self._next = self._moving = None
         self._asked_for = -1
         self.version += 1
         whole = len(there) == len(self._cluster.gpus)
@@ -138,6 +152,7 @@ class PlacementState:
                 self.late += 1
                 return []
             self.decisions = [*self.decisions, found][-_KEPT:]
+            self._remember(batch, found)
             if found.made:
                 self._next = found
                 if self._migrate != "stop":
@@ -159,6 +174,8 @@ class PlacementState:
         self.version += len(made)
         self.loaded_GLE += decision.placed_GLE & ~self.placed_GLE
         self.placed_GLE = decision.placed_GLE
+        if self._moving is not None:
+            self._moving["version"] = self.version
         return [asdict(stage) for stage in made]
 
     def note(self, record: BatchRecord, moved_s: float, num_ranks: int) -> None:
@@ -166,3 +183,34 @@ class PlacementState:
         self.used_GLE += record.tokens_GLE
         self.control.saw(record.tokens_GLE)
         self.costs.note(record, moved_s, num_ranks)
+        entry = self._moving
+        if entry is None or entry["version"] is None:
+            return
+        entry["taken_s"] += record.moved_s
+        if record.version >= entry["version"]:
+            self._moving = None
+            self._tell(entry)
+
+    def _remember(self, batch: int, decision: Decision) -> None:
+        """Add a decision to the history; a migration that it makes is then under way."""
+        entry = {"batch": batch, **decision.to_json()}
+        if decision.made:
+            copies_GL = (decision.placed_GLE & ~self.placed_GLE).sum(axis=2)
+            expected_s = float((copies_GL @ self._expert_bytes_L).max()) / self.costs.move_bytes_s
+            entry |= {"version": None, "expected_s": expected_s, "taken_s": 0.0}
+            self._moving = entry
+        self.history.append(entry)
+
+    def _tell(self, entry: Mapping[str, Any]) -> None:
+        """Narrate a finished migration, or count it for the next line."""
+        more, more_bytes = self._untold
+        if time.monotonic() - self._told_s < _LINE_S:
+            self._untold = more + 1, more_bytes + entry["bytes"]
+            return
+        since = f"; {numbered(more, 'more migration')} of {count(more_bytes, 'B')} before it" if more else ""
+        self.narrate(
+            f"batch {entry['batch']}: {numbered(entry['copies'], 'expert')} moved, {count(entry['bytes'], 'B')} in "
+            f"{entry['taken_s']:.2g} s ({entry['expected_s']:.2g} s expected), planned by {entry['saw']} to save "
+            f"{entry['gain_s']:.2g} s{since}"
+        )
+        self._told_s, self._untold = time.monotonic(), (0, 0)

@@ -103,15 +103,12 @@ class Costs:
             whole_s, computing_s = np.mean(self._seconds, axis=0).tolist()
             left_s = max(0.0, whole_s - elapsed_s)
             free_s = left_s * computing_s / whole_s if overlaps and whole_s else 0.0
-        byte_s_GG = self._links()
-        away = byte_s_GG[byte_s_GG > 0]
-        rate = 1.0 / float(away.mean()) if away.size else float("inf")
         return BatchCosts(
             row_s=self._row_s or (0.0 if self._expert is not None else _UNKNOWN_ROW_S),
             expert=self._expert,
-            byte_s_GG=byte_s_GG,
+            byte_s_GG=self._links(),
             row_bytes=self._row_bytes,
-            move_bytes_s=self._move_bytes_s or rate,
+            move_bytes_s=self.move_bytes_s,
             added_byte_s=self._added_byte_s,
             free_s=free_s,
             within_s=left_s + within_s,
@@ -126,6 +123,15 @@ class Costs:
             "move_bytes_s": self._move_bytes_s,
             "added_byte_s": self._added_byte_s,
         }
+
+    @property
+    def move_bytes_s(self) -> float:
+        """Rate of experts to a rank: measured, else by the links."""
+        if self._move_bytes_s:
+            return self._move_bytes_s
+        byte_s_GG = self._links()
+        away = byte_s_GG[byte_s_GG > 0]
+        return 1.0 / float(away.mean()) if away.size else float("inf")
 
     @property
     def _added_byte_s(self) -> float:

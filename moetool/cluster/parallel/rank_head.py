@@ -107,6 +107,7 @@ class RankHead:
             patience_s=options.patience_s,
             post=self.loop.post,
         )
+        self.loop.placing.narrate = options.narrate
         self._store: Any = None
         self._listener: Acceptor | None = None
         self._thread: threading.Thread | None = None
@@ -309,7 +310,7 @@ class RankHead:
             "control_error": placing.error or None,
             "costs": placing.costs.to_json(),
             "predictors": {one.name: {"token_s": one.token_s} for one in self.control.predictors},
-            "decisions": [decision.to_json() for decision in self.decisions[-8:]],
+            "decisions": list(placing.history),
             "counters": self.metrics(),
         }
 

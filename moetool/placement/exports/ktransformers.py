@@ -17,6 +17,8 @@ from moetool.trace.expert_counts import open_workload
 from moetool.trace.foreign.model_facts import hidden_layers
 from moetool.trace.formats.ktransformers import table
 
+SUFFIXES = (".pt",)
+
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write the counts behind a plan; return notes on them.
@@ -35,7 +37,7 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
         trace = open_workload(Path(reference.path))
         if trace.sha256 != reference.sha256:
             raise MismatchError(f"{reference.path} is not the trace that the plan was made from; plan again")
-        uses = planned_share(plan.split)
+        uses = planned_share(plan.split, {reference.server: trace})
         requests = numbers(trace)
         planned = [request for place, request in enumerate(requests) if uses(reference.server, place)]
         if len(planned) != reference.requests:

@@ -15,6 +15,8 @@ from moetool.placement.export_slots import equal_slots, write_sidecar
 from moetool.placement.plan import PlacementPlan
 from moetool.trace.foreign.model_facts import hidden_layers
 
+SUFFIXES = (".json",)
+
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write a plan; return how to start SGLang with it.

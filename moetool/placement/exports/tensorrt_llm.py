@@ -10,6 +10,8 @@ from moetool.base import durable
 from moetool.placement.export_slots import equal_slots
 from moetool.placement.plan import PlacementPlan
 
+SUFFIXES = (".yaml", ".yml")
+
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write a plan; return how to start TensorRT-LLM with it. Layers are absolute: `num_hidden_layers` is not needed.

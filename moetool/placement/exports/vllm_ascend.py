@@ -11,6 +11,8 @@ from moetool.base import durable
 from moetool.placement.export_slots import equal_slots
 from moetool.placement.plan import PlacementPlan
 
+SUFFIXES = (".json",)
+
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write a plan; return how to start vllm-ascend with it. Its layers are those with experts only.

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from moetool.base.child_process import end_with_parent
-from moetool.base.errors import UsageError
+from moetool.base.errors import CapacityError, UsageError
 from moetool.placement.expert_copies import CopySearch
 from moetool.placement.local_search import Descent, Layer, improve
 from moetool.placement.planner import Problem, layer_slots
+from moetool.placement.planners import eplb_global, prism_exact
 from moetool.placement.planners.smartmoe import balance
 from moetool.placement.relaxation import relax
 from moetool.placement.rounding import round_layer
@@ -25,6 +26,8 @@ _BISECTIONS = 20
 _WIDE = 16384
 """Experts times GPUs beyond which a step tries only swaps of the slowest GPUs, with fewer kicks."""
 _QUICK_KICKS, _QUICK_RELAXATION = 1, 256
+_QUICK, _SMALL = 262144, 4096
+"""Experts times GPUs of all layers from which `quick` is the default, without and with room for copies."""
 _LARGE = 1024
 """Experts times GPUs from which `quick` starts from the current placement only."""
 _LARGE_STEPS, _LARGE_SWAPS, _LARGE_COPIES = 12, 256, 2
@@ -50,10 +53,12 @@ class Options:
         replicas: use free slots for copies of experts while they help.
         processes: number of processes that share the layers, without effect on the placement.
         quick: limit the work, for placement before each batch: at most one kick, and a relaxation of at most 256
-            variables. From 1,024 variables on, the search starts from the current placement, if any, with at most 12
-            steps, and adds two copies per layer; up to 2,048 variables, two to four times as many
+            variables. From 1,024 variables on, the search starts from the current placement, else from EPLB's, with at
+            most 12 steps, and adds two copies per layer; up to 2,048 variables, two to four times as many
             (`tests/bench/test_placement_reach.py`). A layer starts from its current copies where they cost no more than
-            the new placement before its copies.
+            the new placement before its copies. Without a current placement and with room for copies in each layer, it
+            improves the better of EPLB's and the one with the fewest remote calls, by swaps. None: if all layers have
+            more than 4,096 variables together with room for copies, or 262,144 without.
         seconds: time limit of the search, after which the best placement so far is taken (0: none). Layers get equal
             shares, half of them for copies. The placement then depends on the machine's speed.
     """
@@ -64,7 +69,7 @@ class Options:
     kicks: int = 8
     replicas: bool = True
     processes: int = 1
-    quick: bool = False
+    quick: bool | None = None
     seconds: float = 120.0
 
 
@@ -82,7 +87,8 @@ def place(problem: Problem, options: Options) -> np.ndarray:
         - Local search over swaps and moves follows, then over copies; the paper has none.
         - Without `c_max`, C_max is a GPU's slots shared among the layers, and may differ between GPUs and layers.
         - A token whose expert has copies goes to the nearest (`moetool.placement.latency.flows`).
-        - The paper places each batch anew. With `quick`, large layers continue from the current placement.
+        - The paper places each batch anew and has no copies. With `quick`, large layers continue from the current
+          placement.
 
     Raises:
         UsageError: an option is negative, or `processes` is 0.
@@ -91,11 +97,20 @@ def place(problem: Problem, options: Options) -> np.ndarray:
     if min(options.kicks, options.relaxation, options.seconds) < 0 or options.processes < 1:
         raise UsageError("director needs kicks, relaxation and seconds >= 0, and processes >= 1")
     ends = _after(options.seconds)
-    if options.quick:
-        options = replace(
-            options, kicks=min(options.kicks, _QUICK_KICKS), relaxation=min(options.relaxation, _QUICK_RELAXATION)
-        )
     room_GL = layer_slots(problem, options.c_max)
+    copied = options.replicas and problem.start_GLE is None and (room_GL.sum(axis=0) > problem.spec.num_experts_L).all()
+    size = problem.demand.tokens_GLE.size
+    if copied and (options.quick or (options.quick is None and size > _SMALL)):
+        return _improved(problem, _packed(problem, room_GL), room_GL, ends)
+    if options.quick or (options.quick is None and size > _QUICK):
+        options = replace(
+            options,
+            quick=True,
+            kicks=min(options.kicks, _QUICK_KICKS),
+            relaxation=min(options.relaxation, _QUICK_RELAXATION),
+        )
+        if problem.start_GLE is None and options.replicas:
+            problem = replace(problem, start_GLE=_packed(problem, room_GL)[0])
     tasks = []
     for layer, num_experts in enumerate(problem.spec.num_experts_L):
         tokens_GE = np.ascontiguousarray(problem.demand.tokens_GLE[:, layer, :num_experts])
@@ -120,6 +135,32 @@ def place(problem: Problem, options: Options) -> np.ndarray:
             search.run(most, until)
             placed_GLE[:, layer] = search.placed_GE
         problem.on_progress(len(tasks) + layer + 1 if options.replicas else total, total)
+    return placed_GLE
+
+
+def _packed(problem: Problem, room_GL: np.ndarray) -> list[np.ndarray]:
+    """Return placements by EPLB's global form and, where GPUs have equal slots of each layer, with the fewest calls."""
+    slots = int(room_GL.min())
+    packed = [eplb_global.place(problem, eplb_global.Options(slots_per_gpu=int(room_GL.max())))]
+    if len(problem.cluster.servers) > 1 and (room_GL == slots).all():
+        equal = replace(problem, equal_slots=slots)
+        with contextlib.suppress(CapacityError):
+            packed.append(prism_exact.place(equal, prism_exact.Options()))
+    return packed
+
+
+def _improved(problem: Problem, packed: Sequence[np.ndarray], room_GL: np.ndarray, ends: float) -> np.ndarray:
+    """Return the best placement of each layer, improved by a few swaps, and by copies into free slots."""
+    placed_GLE = np.zeros_like(packed[0])
+    for layer in range(problem.spec.num_layers):
+        room_G = room_GL[:, layer]
+        starts = [CopySearch(problem, layer, one_GLE[:, layer].copy(), room_G) for one_GLE in packed]
+        search = min(starts, key=lambda one: one.cost)
+        if (search.placed_GE.sum(axis=1) < room_G).any():
+            search.run(_LARGE_COPIES, ends)
+        search.swap(_LARGE_STEPS, ends)
+        placed_GLE[:, layer] = search.placed_GE
+        problem.on_progress(layer + 1, problem.spec.num_layers)
     return placed_GLE
 
 

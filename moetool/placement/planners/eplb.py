@@ -1,11 +1,15 @@
 """EPLB, DeepSeek's load balancer: copies for the busiest experts, packed so that GPUs are equally busy."""
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.base.errors import CapacityError, UsageError
+from moetool.base.errors import CapacityError, UsageError, unknown_name
 from moetool.placement.planner import Problem, layer_slots
+
+FORMS = ("auto", "published", "global", "heterogeneous")
+_OF_EQUAL_GPUS = ("published", "global")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +19,10 @@ class Options:
     Attributes:
         num_groups: groups of experts that stay together on a server (0: the model's).
         slots_per_gpu: physical experts of a layer on each GPU (0: as memory allows); a maximum on unequal GPUs.
-        form: `published` (equal GPUs only), `heterogeneous` (Prism's re-implementation), or `auto`: `published` if the
-            cluster allows it and equal slots on every GPU hold all experts.
+        form: `published` (equal GPUs only): hierarchical if the groups divide evenly among the servers, else global;
+            `global`: the same on one group and one server (planner `eplb_global`); `heterogeneous` (Prism's
+            re-implementation), or `auto`: `published` if the cluster allows it and equal slots on every GPU hold all
+            experts.
     """
 
     num_groups: int = 0
@@ -40,11 +46,11 @@ def place(problem: Problem, options: Options) -> np.ndarray:
         UsageError: the form is unknown, or the published one does not fit the cluster.
         CapacityError: a GPU of equal ones holds fewer than `slots_per_gpu`, or the slots do not hold every expert.
     """
-    if options.form not in ("auto", "published", "heterogeneous"):
-        raise UsageError(f"unknown form {options.form!r} of eplb, expected auto, published or heterogeneous")
+    if options.form not in FORMS:
+        raise unknown_name("form of eplb", options.form, FORMS)
     slots_GL = layer_slots(problem, options.slots_per_gpu, "slots_per_gpu")
-    unequal = _unequal(problem, options)
-    if options.form == "published" and unequal:
+    unequal = unmet(problem, options.num_groups or problem.spec.num_groups)
+    if options.form in _OF_EQUAL_GPUS and unequal:
         raise UsageError(f"the published eplb needs {unequal}; use --set form=heterogeneous")
     if options.form != "heterogeneous" and not unequal and options.slots_per_gpu > slots_GL.min():
         raise CapacityError(
@@ -52,7 +58,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
             f"slots_per_gpu or give the GPUs more memory"
         )
     enough = int(slots_GL.min()) * len(slots_GL) >= problem.spec.num_experts
-    if options.form == "published" or (options.form == "auto" and not unequal and enough):
+    if options.form in _OF_EQUAL_GPUS or (options.form == "auto" and not unequal and enough):
         return _published(problem, options, int(slots_GL.min()))
     placed_GLE = np.zeros(problem.demand.tokens_GLE.shape, bool)
     speed_G = np.array([gpu.speed for gpu in problem.cluster.gpus])
@@ -62,7 +68,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
     return placed_GLE
 
 
-def _unequal(problem: Problem, options: Options) -> str:
+def unmet(problem: Problem, num_groups: int) -> str:
     """Return the unmet requirement of the published algorithm; empty if there is none."""
     spec, cluster = problem.spec, problem.cluster
     if len(set(problem.slots_G.tolist())) > 1 or len({len(server.gpus) for server in cluster.servers}) > 1:
@@ -71,15 +77,16 @@ def _unequal(problem: Problem, options: Options) -> str:
         return "GPUs of one speed"
     if len(set(spec.num_experts_L)) > 1:
         return "equal numbers of experts in every layer"
-    groups = options.num_groups or spec.num_groups
-    if groups < 1 or spec.num_experts % groups:
-        return f"a number of groups that divides {spec.num_experts} experts, not {groups}"
+    if num_groups < 1 or spec.num_experts % num_groups:
+        return f"a number of groups that divides {spec.num_experts} experts, not {num_groups}"
     return ""
 
 
 def _published(problem: Problem, options: Options, per_gpu: int) -> np.ndarray:
     num_gpus, num_experts = len(problem.slots_G), problem.spec.num_experts
     groups, nodes = options.num_groups or problem.spec.num_groups, len(problem.cluster.servers)
+    if options.form == "global":
+        groups = nodes = 1
     if per_gpu * num_gpus < num_experts:
         raise CapacityError(
             f"the published eplb with {per_gpu} slots of a layer on every GPU has {per_gpu * num_gpus} for "
@@ -132,11 +139,15 @@ def pack_evenly(load_X: np.ndarray, num_packs: int) -> list[list[int]]:
     if room == 1:
         return [[item] for item in range(len(load_X))]
     packs: list[list[int]] = [[] for _ in range(num_packs)]
-    total = [0.0] * num_packs
+    lightest = [(0.0, pack) for pack in range(num_packs)]
+    loads = load_X.tolist()
     for item in np.argsort(-load_X, kind="stable").tolist():
-        pack = min((p for p in range(num_packs) if len(packs[p]) < room), key=total.__getitem__)
+        total, pack = lightest[0]
         packs[pack].append(item)
-        total[pack] += float(load_X[item])
+        if len(packs[pack]) < room:
+            heapq.heapreplace(lightest, (total + loads[item], pack))
+        else:
+            heapq.heappop(lightest)
     return packs
 
 
@@ -146,17 +157,18 @@ def replicate(tokens_E: np.ndarray, num_slots: int, most: int | None = None) -> 
     Args:
         most: maximum copies of an expert.
     """
-    count_E = np.ones(len(tokens_E), np.int64)
-    copies = list(range(len(tokens_E)))
-    while len(copies) < num_slots:
-        per_copy_E = tokens_E / count_E
-        if most is not None:
-            per_copy_E = np.where(count_E < most, per_copy_E, -1.0)
-        expert = int(per_copy_E.argmax())
-        if per_copy_E[expert] < 0:
-            break
+    loads, count_E = tokens_E.tolist(), [1] * len(tokens_E)
+    copies = list(range(len(loads)))
+    heaviest = [(-load, expert) for expert, load in enumerate(loads)] if most is None or most > 1 else []
+    heapq.heapify(heaviest)
+    while len(copies) < num_slots and heaviest:
+        expert = heaviest[0][1]
         copies.append(expert)
         count_E[expert] += 1
+        if count_E[expert] == most:
+            heapq.heappop(heaviest)
+        else:
+            heapq.heapreplace(heaviest, (-loads[expert] / count_E[expert], expert))
     return np.array(copies)
 
 
@@ -169,8 +181,8 @@ def pack_unequal(tokens_E: np.ndarray, slots_G: np.ndarray, speed_G: np.ndarray)
     placed_GE = np.zeros((num_gpus, len(tokens_E)), bool)
     time_G, room_G = np.zeros(num_gpus), slots_G.copy()
     # First copies first: a later copy without room is left out, an expert must not be.
-    rank = np.array([int((copies[:i] == copies[i]).sum()) for i in range(len(copies))])
-    for i in np.lexsort((copies, -load_E[copies], rank > 0)).tolist():
+    later = np.arange(len(copies)) >= len(tokens_E)
+    for i in np.lexsort((copies, -load_E[copies], later)).tolist():
         expert = int(copies[i])
         after_G = np.where((room_G > 0) & ~placed_GE[:, expert], time_G + load_E[expert] / speed_G, np.inf)
         gpu = int(after_G.argmin())

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moetool.base.tables import percent
-from moetool.placement.comparison import PlannerRow
 from moetool.placement.demand import per_server
 from moetool.placement.plan import PlacementPlan
+from moetool.placement.planning import PlannerRow
 from moetool.report.drawing import STYLES, heat, layer_ticks, scale_top
 from moetool.report.figures.plot import Plot, map_height, maps, relative
 

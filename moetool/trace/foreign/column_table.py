@@ -31,7 +31,7 @@ FIELDS = {
     "token_id": "token_id input_id",
     "task": "task dataset domain category label",
     "count": "count counts hits activations frequency freq num_tokens",
-    "time": "time timestamp window iteration step training_step pass epoch",
+    "time": "time timestamp date day hour minute window iteration step training_step pass epoch",
 }
 """Meanings of columns, and their known names (case-insensitive)."""
 
@@ -261,6 +261,13 @@ def labels(column: "pa.ChunkedArray") -> tuple[np.ndarray, list[str]]:
     return found.astype(np.int64), coded.dictionary.to_pylist()
 
 
+def is_text(column: "pa.ChunkedArray") -> bool:
+    """Return whether a column holds text, which has no order but that of its rows."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(column.type) or pa.types.is_large_string(column.type))
+
+
 def lists(path: Path, name: str, column: "pa.ChunkedArray") -> tuple[np.ndarray, "pa.ChunkedArray"] | None:
     """Return elements per row, and all elements, of a column of lists or of text such as `[3, 5]` or `3 5`.
 
@@ -280,7 +287,7 @@ def lists(path: Path, name: str, column: "pa.ChunkedArray") -> tuple[np.ndarray,
 
         sizes: np.ndarray = pcompute.list_value_length(whole).fill_null(0).to_numpy(zero_copy_only=False)
         return sizes.astype(np.int64), pa.chunked_array([whole.flatten()])
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    if not is_text(column):
         return None
     cells = [re.findall(r"[^\s,;|\[\]()]+", text or "") for text in column.to_pylist()]
     try:

@@ -78,7 +78,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, 
 
 
 def passes(path: Path, rows_R3: np.ndarray, times: "pa.ChunkedArray | None", repeat: int = 1) -> list[np.ndarray]:
-    """Return rows of (layer, expert, count) by the value of a column, in the order of their first appearance.
+    """Return rows of (layer, expert, count) by the value of a column: by time, or text by its first appearance.
 
     Args:
         times: column of the time, if there is one.
@@ -93,7 +93,12 @@ def passes(path: Path, rows_R3: np.ndarray, times: "pa.ChunkedArray | None", rep
         raise MismatchError(
             f"{path} has an expert of a layer twice, expected one row for each; is it a table of tokens?"
         )
-    return [rows_R3[time_R == time] for time in range(len(names))]
+    order: Sequence[int] = range(len(names))
+    if times is not None and not column_table.is_text(times):
+        import pyarrow.compute as pc
+
+        order = pc.sort_indices(times.unique()).to_pylist()
+    return [rows_R3[time_R == time] for time in order]
 
 
 def counted(paths: Sequence[Path], found: Sequence[np.ndarray], facts: ModelFacts, notes: list[str]) -> Counted:

@@ -1,7 +1,10 @@
 """Decisions for other engines: counts and profiles without a cluster, and placements that engines can take."""
 
+import importlib.util
+import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,16 +15,17 @@ from moetool.base import plugins
 from moetool.base.errors import CapacityError, MismatchError, UsageError
 from moetool.base.types import Cluster, Gpu, Server
 from moetool.cli.main import app
-from moetool.placement.comparison import Setting, plan_placement
 from moetool.placement.demand import read_demand
 from moetool.placement.engine_slots import filled
 from moetool.placement.latency import unit_latency
 from moetool.placement.planner import Problem, place
+from moetool.placement.planning import Setting, plan_placement
 from moetool.trace.foreign.exporting import export_trace
 from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests import synthetic_routes
+from tests.clusters import make_cluster
 from tests.plans import fixed_parts
 from tests.refusals import refused
 
@@ -107,6 +111,52 @@ def test_what_an_engine_cannot_take_is_refused_while_planning(trace: Trace) -> N
     assert (filled(problem, placed_GLE, 9, "uniform").sum(axis=2) == 9).all()
     with refused(MismatchError, 8, "layer 0", "GPU 0", 7):
         filled(problem, placed_GLE, 7, "uniform")
+
+
+def test_sglangs_own_loader_reads_its_file(trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sglang.srt.eplb.expert_location` itself, where the package is installed; its dispatch is `nearest`."""
+    package = importlib.util.find_spec("sglang")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("sglang is not installed")
+    source = Path(package.submodule_search_locations[0]) / "srt" / "eplb" / "expert_location.py"
+    machines = make_cluster([[4 * 3] * 2] * 4, slot_bytes=trace.spec.slot_bytes)  # 3 slots of each layer
+    plan, _ = plan_placement({"s0": trace}, machines, "eplb", {}, setting=Setting(engine="sglang", slots_per_gpu=3))
+    plugins.load("export", "sglang").write_plan(plan, tmp_path / "s.json", 6)
+    runtime = ModuleType("sglang.srt.runtime_context")
+    moe = SimpleNamespace(
+        init_expert_location=str(tmp_path / "s.json"),
+        ep_num_redundant_experts=8,
+        ep_dispatch_algorithm="static",
+        ep_join_mode=None,
+        moe_a2a_backend="deepep",
+    )
+    parallel = SimpleNamespace(ep_size=8, nnodes=4, elastic_ep_initial_size=None)
+    for name, value in (("exec", SimpleNamespace(moe=moe)), ("parallel", parallel), ("resources", None)):
+        setattr(runtime, f"get_{name}", lambda value=value: value)
+    elastic = ModuleType("sglang.srt.elastic_ep.elastic_ep")
+    elastic.elastic_expanded_world_enabled = lambda: False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, elastic.__name__, elastic)
+    runtime.get_device = lambda: SimpleNamespace(device="cpu")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", runtime)
+    spec = importlib.util.spec_from_file_location("expert_location", source)
+    assert spec is not None and spec.loader is not None
+    theirs = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "expert_location", theirs)
+    spec.loader.exec_module(theirs)
+    shape = theirs.ModelConfigForExpertLocation(num_layers=6, num_logical_experts=16)
+    monkeypatch.setattr(theirs.ModelConfigForExpertLocation, "from_model_config", staticmethod(lambda config: shape))
+    placed_GLE, server_G = plan.placed_GLE, np.array(plan.cluster.server_G)
+    for rank in range(8):
+        read = theirs.compute_initial_expert_location_metadata(None, rank)
+        held_LGS = read.physical_to_logical_map.numpy()[: trace.spec.num_layers].reshape(4, 8, 3)
+        assert [[tuple(sorted(gpu)) for gpu in layer.tolist()] for layer in held_LGS] == [
+            [tuple(gpu) for gpu in layer] for layer in plan.experts_LG
+        ]
+        to_LE = read.logical_to_rank_dispatch_physical_map.numpy()[: trace.spec.num_layers] // 3
+        for (layer, expert), gpu in np.ndenumerate(to_LE):
+            near_G = placed_GLE[:, layer, expert] & (server_G == server_G[rank])
+            assert placed_GLE[gpu, layer, expert]
+            assert gpu == rank if placed_GLE[rank, layer, expert] else near_G[gpu] or not near_G.any()
 
 
 @pytest.mark.parametrize(("planner", "option"), [("eplb", "slots_per_gpu"), ("director", "c_max")])

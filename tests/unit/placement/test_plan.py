@@ -11,7 +11,7 @@ import pytest
 from moetool.base.errors import CapacityError, MismatchError, UsageError
 from moetool.base.types import Cluster, Link
 from moetool.placement.cluster_file import load_cluster
-from moetool.placement.comparison import Setting, compare, open_traces, plan_placement, score_plan, verdict
+from moetool.placement.comparison import compare, verdict
 from moetool.placement.decide import plan_migration
 from moetool.placement.demand import planned_share, read_demand
 from moetool.placement.exports import ktransformers, sglang, tensorrt_llm, vllm_ascend
@@ -19,6 +19,7 @@ from moetool.placement.migration import order_moves, windows
 from moetool.placement.plan import MigrationPlan, Move, PlacementPlan, experts_of
 from moetool.placement.planner import place
 from moetool.placement.planners.director import Options
+from moetool.placement.planning import Setting, open_traces, plan_placement, score_plan
 from moetool.placement.scoring import remote_call_s
 from moetool.trace.reader import Trace
 from tests.clusters import make_cluster, make_problem
@@ -166,7 +167,7 @@ def test_tokens_start_where_they_are_told(cluster: Cluster, traces: dict[str, Tr
 
 def test_planners_side_by_side(cluster: Cluster, traces: dict[str, Trace], tmp_path: Path) -> None:
     unseen = write_trace(tmp_path / "unseen", make_spec(), num_requests=2, seed=9)
-    rows = compare(traces, cluster, ["uniform", "prism_exact"], unseen=unseen, setting=Setting(routing="even"))
+    rows = compare(traces, cluster, ["uniform", "prism_exact"], unseen=unseen, setting=Setting(routing="even")).rows
     assert [(row.planner, row.requests) for row in rows] == [
         (name, requests)
         for name in ("uniform", "prism_exact")

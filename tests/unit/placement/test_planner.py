@@ -439,10 +439,10 @@ def test_bounds_without_an_optimum_in_time_are_left_out(monkeypatch: pytest.Monk
     problem = make_problem(make_spec(2, 32), make_cluster([[20] * 2] * 2))
     placed = place("uniform", problem)
     whole = score(problem, placed)
-    monkeypatch.setattr("moetool.placement.scoring.BOUND_S", 1e-9)
+    monkeypatch.setattr("moetool.placement.bounds.BOUND_S", 1e-9)
     late = score(problem, placed)
     assert whole.remote_bound is not None and late.remote_bound is None
-    assert late.latency_bound == late.work_bound <= whole.latency_bound
+    assert late.latency_bound == late.memory_bound <= whole.latency_bound
 
 
 def test_processes_do_not_change_the_placement() -> None:

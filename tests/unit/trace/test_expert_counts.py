@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moetool.base.errors import MismatchError, UsageError
-from moetool.placement.comparison import open_traces, plan_placement, score_plan
 from moetool.placement.demand import read_demand
 from moetool.placement.exports import ktransformers
+from moetool.placement.planning import open_traces, plan_placement, score_plan
 from moetool.trace.expert_counts import Counted, ExpertCounts, open_workload
 from moetool.trace.foreign.exporting import export_trace
 from moetool.trace.foreign.importing import import_trace

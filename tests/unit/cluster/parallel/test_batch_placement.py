@@ -16,6 +16,7 @@ from moetool.cluster.parallel.batch_placement import (
     Waiting,
     measured_latency,
 )
+from moetool.cluster.parallel.batch_records import BatchRecord
 from moetool.cluster.parallel.placement_state import PlacementState
 from moetool.cluster.parallel.rank_costs import Costs
 from moetool.cluster.parallel.startup import ParallelOptions, open_predictors, read_settings, uniform, with_buffer
@@ -184,6 +185,8 @@ def test_a_decision_is_carried_out_once_or_dropped_when_it_is_late() -> None:
     control = BatchReplacement("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)], always=True)
     before = placed([0, 1], [2, 3])
 
+    lines: list[str] = []
+
     def open_placing(migrate: str) -> PlacementState:
         return PlacementState(
             SPEC,
@@ -197,6 +200,7 @@ def test_a_decision_is_carried_out_once_or_dropped_when_it_is_late() -> None:
         )
 
     placing = open_placing("overlap")
+    placing.narrate = lines.append
     assert placing.order([0, 1])["version"] == 1
     placing.ask(5, BATCH, 0.0)
     assert placing.asked_for(5) and placing.deciding is not None
@@ -206,6 +210,16 @@ def test_a_decision_is_carried_out_once_or_dropped_when_it_is_late() -> None:
     assert [stage["version"] for stage in stages] == list(range(2, placing.version + 1)) != []
     assert placing.stages() == [] and len(placing.decisions) == 1
     assert (placing.placed_GLE == placing.decisions[0].placed_GLE).all()
+    (entry,) = placing.history
+    moved = sum(len(stage["copies"]) for stage in stages)
+    assert (entry["batch"], entry["saw"], entry["copies"], entry["taken_s"]) == (5, "cascade", moved, 0.0)
+    link_bytes_s = CLUSTER.link(0, 0)[0]
+    assert SPEC.slot_bytes / link_bytes_s <= entry["expected_s"] <= moved * SPEC.slot_bytes / link_bytes_s
+    whole = dict.fromkeys(BatchRecord.__dataclass_fields__, 0) | {"sent_GG": np.zeros((2, 2)), "moved_s": 0.5}
+    for number, version in ((4, 1), (5, placing.version)):
+        placing.note(BatchRecord(**{**whole, "tokens_GLE": placed([0], [1]), "version": version}), 0.5, 2)
+        assert (entry["taken_s"], len(lines)) == ((0.5, 0) if number == 4 else (1.0, 1))
+    assert all(fact in lines[0] for fact in ("batch 5", f"{moved} expert", "1 s", "cascade"))
     late = open_placing("overlap")
     late.order([0, 1])
     assert late.decided(*answer, 5) == [] and late.late == 1  # type: ignore[arg-type]

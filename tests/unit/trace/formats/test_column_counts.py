@@ -29,6 +29,9 @@ def test_each_time_is_a_pass(tmp_path: Path) -> None:
     assert (found.counts_WLE == COUNTS).all() and found.spec.layer_ids_L == (1, 2, 3)
     # the size of an expert is not in the file, and top-k neither
     assert found.num_tokens == COUNTS.sum() / 3
+    (tmp_path / "f.csv").write_text("\n".join([rows[0].replace("time", "hour"), *reversed(rows[1:])]) + "\n")
+    import_trace([tmp_path / "f.csv"], None, tmp_path / "s")
+    assert (ExpertCounts(tmp_path / "s").counts_WLE == COUNTS).all()  # by time, not by the order of rows
     with refused(MoetoolError, "twice"):
         (tmp_path / "f.csv").write_text("\n".join([*rows, rows[1]]) + "\n")
         import_trace([tmp_path / "f.csv"], None, tmp_path / "u")
