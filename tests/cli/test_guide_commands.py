@@ -36,6 +36,9 @@ NOT_RUN = {
     "quickstart": {"pip install": "pip's environment; tests/cli/test_core.py runs without torch"},
     "clusters": {
         "moetool serve MODEL": "several server processes or hosts; tests/cluster runs it",
+        "moetool capture MODEL": "minutes of a model; tests/e2e/test_parallel.py runs ranks with a predictor",
+        "moetool train cascade": "the trace of that command",
+        "moetool plan placement --trace trace --cluster two.toml": "the trace of that command",
         "umask 077": "test_rays_commands_are_those_of_ray runs it",
         "ray get-auth-token": "test_rays_commands_are_those_of_ray runs it",
         "export RAY_AUTH_MODE=token": "Ray on several hosts",
