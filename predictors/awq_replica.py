@@ -28,6 +28,7 @@ from torch import Tensor
 import moetool.training.predictor
 from moetool.base import config, durable
 from moetool.base.errors import MismatchError, UsageError
+from moetool.base.tables import aligned
 from moetool.base.types import GateEvent, ModelSpec
 from moetool.base.validation import outside_vocabulary
 from moetool.models.families import router_rules
@@ -225,14 +226,17 @@ def make(
     seed: int = 0,
     overwrite: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
+    on_note: Callable[[str], object] = lambda note: None,
 ) -> dict[str, Any]:
     """Build a replica of a model and save it.
 
     Args:
         model: `reference`, a folder or a hub name.
         data: embedded prompt sets and files, as for `moetool.prompts.gather.load`.
-        options: options of `moetool.training.quantize.replica_layers.ReplicaOptions` and of `Options`.
+        options: options of `moetool.training.quantize.replica_layers.ReplicaOptions` and of `Options`; the data type is
+            a server's unless set.
         seed: seed of the prompts' order and the held-out choice.
+        on_note: called with each line on what was chosen.
 
     Returns:
         The card.
@@ -240,6 +244,7 @@ def make(
     Raises:
         UsageError: the text is too short, or an option is invalid; else as
             `moetool.training.quantize.replica.make_replica`.
+        CapacityError: the memory is too small for the dense weights and two layers.
         MismatchError, MoetoolError: as `moetool.training.quantize.replica.make_replica`.
     """
     from moetool.base import durable
@@ -247,7 +252,7 @@ def make(
     from moetool.models.loading import use_threads
     from moetool.prompts import gather as prompts
     from moetool.training.quantize.calibration import from_prompts
-    from moetool.training.quantize.replica import CARD, make_replica, require_replicable
+    from moetool.training.quantize.replica import CARD, choose, make_replica, require_replicable
     from moetool.training.quantize.replica_layers import ReplicaOptions
 
     own = [field.name for field in fields(Options)]
@@ -257,6 +262,9 @@ def make(
     checkpoint = Checkpoint.open(model)
     require_replicable(checkpoint, making)
     making = replace(making, length=min(making.length, checkpoint.max_context or making.length))
+    making, choices = choose(checkpoint, making, set(options))
+    for line in aligned(choices):
+        on_note(line)
     texts = prompts.load(list(data))
     calibration = from_prompts(
         texts,

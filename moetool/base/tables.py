@@ -182,9 +182,9 @@ def percent(share: float, form: str = ".1f") -> str:
     return f"{100 * share:{form}} %"
 
 
-def numbered(number: int, noun: str) -> str:
+def numbered(number: int, noun: str, plural: str = "") -> str:
     """`1 prompt`, `2 prompts`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def printable(text: str, keep: str = "\n") -> str:

@@ -1,6 +1,5 @@
 """Automatic choices of a capture: device, data type, memory, policy, and the prompts that run together."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,18 +8,24 @@ import torch
 from moetool.base.config import parse
 from moetool.base.families import own_cache
 from moetool.base.tables import count
-from moetool.capture.composition import Composition, compose
-from moetool.capture.estimate import most_reads
+from moetool.capture.composition import MOST_PROMPTS, Composition, compose
+from moetool.capture.estimate import CaptureCost, Lengths, capture_cost, most_reads
+from moetool.costing.estimates import Rates
+from moetool.measuring.fit import memory_of, options_on
+from moetool.measuring.fit_machine import FitMachine
+from moetool.measuring.machine_rates import measured_rates
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel
 from moetool.runtime.assembly import open_pooled
 from moetool.runtime.automatic import on_this_machine
-from moetool.runtime.budget import Budget, Wishes, divide_memory, footprint, this_machine
+from moetool.runtime.budget import Budget, Machine, Wishes, divide_memory, footprint, this_machine
 from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.sizing import LEAST_CHUNK, Footprint
 
 _KV_SHARE, _CHUNK_SHARE = 3 / 8, 1 / 8  # of the memory beside weights and the smallest pool
 _MOST_CHUNK = 32_768
+_ESTIMATED_BYTES, _ESTIMATED_PRODUCTS = 20e9, 1e13
+"""Reads and products from which the time is worth an estimate: rates are measured for a second."""
 _MOST_IN_MEMORY = 64  # requests together, where every expert has a slot: more do not compute faster
 _MOST_OWN_CACHES = 16  # each request of a forward has a thread
 _CHUNK_IN_MEMORY = 4096
@@ -37,7 +42,7 @@ class CaptureMemory:
         policy: cache policy (default: lru with equal slots per layer).
         processes: processes on this machine that divide its memory.
         shards: processes and machines that share the batches.
-        composition: the prompts that run together, as another process or machine has chosen them.
+        composition: the prompts that run together, as another process or machine or an interrupted run has chosen them.
     """
 
     device_memory_bytes: int | None = None
@@ -60,6 +65,7 @@ class CaptureSetup:
         pool: form of the pool.
         composition: the prompts that run together.
         choices: (setting, value, reason) for display.
+        lengths: of the prompts.
     """
 
     options: ServeOptions
@@ -68,6 +74,7 @@ class CaptureSetup:
     pool: str
     composition: Composition
     choices: tuple[tuple[str, str, str], ...]
+    lengths: Lengths
 
     def open_model(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         """Load the model with its experts in the pool."""
@@ -82,15 +89,37 @@ class CaptureSetup:
             pool=self.pool,
         )
 
+    def cost(self, checkpoint: Checkpoint, rates: Rates) -> CaptureCost:
+        """Estimate the capture at these rates."""
+        return capture_cost(checkpoint, self.options, self.composition, self.lengths, self.budget.slots, rates)
+
+    def cost_here(self, checkpoint: Checkpoint) -> CaptureCost | None:
+        """Estimate a large capture on this machine; None for a small one. Effects: as `measured_rates`."""
+        num_bytes = most_reads(checkpoint.spec, self.composition, self.lengths, self.budget.slots)
+        num_bytes *= checkpoint.spec.slot_bytes
+        products = 2 * sum(full for _, full in self.lengths) * checkpoint.num_active_parameters
+        if num_bytes < _ESTIMATED_BYTES and products < _ESTIMATED_PRODUCTS:
+            return None
+        return self.cost(checkpoint, measured_rates(self.options.device, checkpoint.path)[0])
+
+
+def cost_on(checkpoint: Checkpoint, machine: FitMachine, lengths: Lengths) -> CaptureCost:
+    """Estimate a capture on a machine. Raises: CapacityError: the model does not fit."""
+    options = options_on(checkpoint, machine)
+    memory = CaptureMemory(host_memory_bytes=options.host_memory_bytes)
+    limit = memory_of(checkpoint, options, machine.has_gpu, machine.device_bytes)
+    setup = choose(checkpoint, lengths, {"device": options.device}, memory=memory, machine=limit)
+    return setup.cost(checkpoint, machine.rates)
+
 
 def choose(
     checkpoint: Checkpoint,
-    lengths: Sequence[tuple[int, int]],
+    lengths: Lengths,
     values: dict[str, Any],
     *,
     memory: CaptureMemory,
     batch_size: int | None = None,
-    composition: Composition | None = None,
+    machine: Machine | None = None,
 ) -> CaptureSetup:
     """Choose what the user has not set.
 
@@ -98,7 +127,7 @@ def choose(
         lengths: tokens of each prompt, and most tokens with its answer.
         values: device and data type, if set.
         batch_size: prompts per batch, if set.
-        composition: of an interrupted capture, which is continued.
+        machine: memory of the machine (default: this one's).
 
     Raises:
         UsageError: a value is invalid.
@@ -109,7 +138,7 @@ def choose(
     chosen, why = on_this_machine(checkpoint, given)
     why |= dict.fromkeys(given, "as set")
     options = parse(ServeOptions, chosen, "capture")
-    machine = this_machine(checkpoint, options, policy=memory.policy or "lru")
+    machine = machine or this_machine(checkpoint, options, policy=memory.policy or "lru")
     if memory.processes > 1:
         share = (machine.limit_bytes - (memory.processes - 1) * machine.library_bytes) // memory.processes
         machine = replace(
@@ -121,6 +150,7 @@ def choose(
     if memory.device_memory_bytes is not None:
         limit = min(limit, memory.device_memory_bytes)
         beside = (machine.limit_bytes - limit) // 2
+    composition = memory.composition
     chosen_before = composition is not None
     if composition is None:
         composition = _compose(checkpoint, model, (limit, beside), lengths, batch_size, memory.shards)
@@ -144,6 +174,7 @@ def choose(
         pool=pool,
         composition=composition,
         choices=_choices(checkpoint, options, budget, why, composition, (policy, pool), lengths),
+        lengths=lengths,
     )
 
 
@@ -151,7 +182,7 @@ def _compose(
     checkpoint: Checkpoint,
     model: Footprint,
     limits: tuple[int, int],
-    lengths: Sequence[tuple[int, int]],
+    lengths: Lengths,
     batch_size: int | None,
     shards: int = 1,
 ) -> Composition:
@@ -177,11 +208,14 @@ def _compose(
     activation_bytes = max(activation_bytes, int(rest * _CHUNK_SHARE))
     chunk = max(LEAST_CHUNK, min(most_chunk, activation_bytes // model.token_bytes))
     kv_tokens = max(longest, int(rest * _KV_SHARE) // token_bytes)
-    most = min(most or len(lengths), -(-len(lengths) // shards))
-    made = compose(lengths, batch_size=batch_size, kv_tokens=kv_tokens, chunk_tokens=chunk)
-    if batch_size is None and made.most > most:
-        made = compose(lengths, batch_size=most, kv_tokens=kv_tokens, chunk_tokens=chunk)
-    return made
+    return compose(
+        lengths,
+        batch_size=batch_size,
+        kv_tokens=kv_tokens,
+        chunk_tokens=chunk,
+        most_together=most,
+        most_prompts=min(MOST_PROMPTS, -(-len(lengths) // shards)),
+    )
 
 
 def _choices(
@@ -191,7 +225,7 @@ def _choices(
     why: dict[str, str],
     composition: Composition,
     policy: tuple[str, str],
-    lengths: Sequence[tuple[int, int]],
+    lengths: Lengths,
 ) -> tuple[tuple[str, str, str], ...]:
     spec = checkpoint.spec
     memory = budget.limit_bytes if budget.limit_bytes is not None else budget.device_bytes
@@ -209,9 +243,9 @@ def _choices(
         ("memory", count(memory, "B"), budget.why["memory"]),
         ("weights", count(budget.dense_bytes, "B"), "outside the routed experts"),
         ("expert slots", f"{budget.slots} of {spec.total_experts}", budget.why["slots"]),
-        ("KV cache", f"{composition.kv_tokens:,} tokens", "the longest batch"),
+        ("KV cache", f"{composition.kv_tokens:,} tokens", "requests together"),
         ("prompt tokens", f"{composition.chunk_tokens:,} per forward", "each forward reads an expert once"),
-        ("prompts", together, "in their order; a batch is kept when it ends"),
+        ("prompts", together, "in their order, the next as others end; a finished batch is kept"),
         ("decode width", width, reason),
         ("policy", policy[0] + form, why.get("policy") or ("survives cyclic scans" if form else "the default")),
     ]

@@ -1,7 +1,8 @@
 """Forward the batches of a capture: every prompt of a batch, then its answers, a chosen number of requests together."""
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.loop.own_caches import open_batcher
 from moetool.runtime.recording.recorder import GateRecorder
 from moetool.runtime.request import SamplingParams
+from moetool.runtime.sizing import pages
 from moetool.trace.rows import TokenBatch
 
 _ROWS_TOGETHER, _BYTES_TOGETHER = 1024, 1 << 23
@@ -48,6 +50,13 @@ class ExpertReads(JsonRecord):
     waiting_share: float
     tokens: int
 
+    @classmethod
+    def total(cls, reads: "Sequence[ExpertReads]") -> "ExpertReads":
+        """Return the reads of several processes; the mean share of waiting is by tokens."""
+        counts = {name: sum(getattr(one, name) for one in reads) for name in cls.__slots__ if name != "waiting_share"}
+        waiting = sum(one.waiting_share * one.tokens for one in reads) / max(1, counts["tokens"])
+        return cls(**counts, waiting_share=waiting)
+
     def describe(self) -> str:
         """Describe the reads in a line."""
         host = f", {count(self.host_bytes, 'B')} from host memory" if self.host_bytes else ""
@@ -56,6 +65,15 @@ class ExpertReads(JsonRecord):
             f"{significant(self.experts / max(1, self.tokens), 3)} per token), "
             f"{percent(self.waiting_share)} of the time waiting for them"
         )
+
+
+def progress_note(tokens: int, seconds: float, reads: ExpertReads | None) -> str:
+    """Describe the rate of a run, and its reads."""
+    note = f"{significant(tokens / max(seconds, 1e-9), 3)} tokens/s"
+    if reads is not None and reads.tokens:
+        read = count(reads.disk_bytes + reads.host_bytes, "B")
+        note += f", {read} read, {reads.experts / reads.tokens:.2f}/token"
+    return note
 
 
 class BatchRun:
@@ -89,11 +107,14 @@ class BatchRun:
         self._rows_together = max(1, min(_ROWS_TOGETHER, _BYTES_TOGETHER // row_bytes(plan.schema)))
         # Mean embedding over a chunked iteration: (iteration, sum, tokens) by request.
         self._embedding: dict[int, tuple[int, np.ndarray, int]] = {}
-        most = max(map(len, plan.batches))
         composition = plan.composition
+        most = max(map(len, plan.batches)) if composition is None else composition.most
         self._chunk_tokens = max(most, CHUNK_TOKENS if composition is None else composition.chunk_tokens)
         kv_tokens = most * (plan.width + 16) if composition is None else composition.kv_tokens + 16
         self._slots = 0 if composition is None else composition.slots
+        self._together = most
+        self._room_tokens = kv_tokens if composition is None else composition.room_tokens
+        self._refill_tokens = kv_tokens if composition is None else composition.refill_tokens
         self._dense_bytes = plan.checkpoint.dense_token_bytes(loaded.model.dtype)
         self._batcher = open_batcher(
             loaded.model, max_requests=most, kv_tokens=kv_tokens, max_batch_tokens=self._chunk_tokens
@@ -143,18 +164,18 @@ class BatchRun:
         """Return the number of sampled tokens of each prompt."""
         first = items[0].request
         new_tokens = [0] * len(items)
-        ended, held_tokens, self._first_forward = 0, 0, None
+        held_tokens, self._first_forward = 0, None
+        waiting, running = deque(items), dict[int, int]()  # tokens at full length of those that run
         slots = 0 if self._recorder is None else self._slots
         width = DecodeWidth(self._plan.spec, slots, [item.request for item in items], self._dense_bytes)
         if self._recorder is not None:
             self._recorder.begin_batch()
-        for item in items:
-            self._batcher.add(item.request, item.ids.tolist(), SamplingParams(max_tokens=max(1, item.max_tokens)))
-        self._batcher.max_batch_tokens = self._chunk_tokens
-        unread = len(items)  # prompts without a new token
-        while not self._batcher.idle:
-            if not unread:
-                self._batcher.max_batch_tokens = width.width
+        unread = 0  # prompts that have begun, without a new token
+        while waiting or running:
+            free = self._room_tokens - sum(running.values())
+            if not running or (width.width >= len(running) and free >= self._refill_tokens):
+                unread += self._begin(waiting, running)
+            self._batcher.max_batch_tokens = self._chunk_tokens if unread else width.width
             began = time.perf_counter()
             outputs = self._batcher.step()
             self._loaded.end_forward()
@@ -166,8 +187,8 @@ class BatchRun:
             for output in outputs:
                 new_tokens[output.request - first] += 1
                 unread -= new_tokens[output.request - first] == 1
-                ended += output.finish is not None
                 if output.finish is not None:  # what an early end leaves out is done too
+                    del running[output.request]
                     self._done_tokens += max(
                         0, items[output.request - first].max_tokens - new_tokens[output.request - first]
                     )
@@ -177,24 +198,32 @@ class BatchRun:
                 held_tokens += len(self._batch.token_id_T)
                 choosing = not width.fixed and (not unread or held_tokens >= PROBE_STEPS)
                 if held_tokens >= self._rows_together or choosing:
-                    width.observe(self._record(), ended)
+                    width.observe(self._record(), len(running))
                     held_tokens = 0
         if held_tokens:
             self._record()
         return new_tokens
 
+    def _begin(self, waiting: deque[Item], running: dict[int, int]) -> int:
+        """Begin as many waiting prompts as may run at full length; returns their number."""
+        before, free = len(waiting), self._room_tokens - sum(running.values())
+        while waiting and len(running) < self._together:
+            item = waiting[0]
+            free -= (tokens := pages(item.full_tokens))
+            if running and free < 0:
+                break
+            running[item.request] = tokens
+            self._batcher.add(item.request, item.ids.tolist(), SamplingParams(max_tokens=max(1, item.max_tokens)))
+            waiting.popleft()
+        return before - len(waiting)
+
     def _report(self, tokens: int) -> None:
         """Count and report tokens of a forward."""
         self._tokens += tokens
         self._done_tokens += tokens
-        if self._on_progress is None:
-            return
-        reads = self.reads()
-        read = ""
-        if reads is not None:
-            read = f", {count(reads.disk_bytes + reads.host_bytes, 'B')} read, {reads.experts / self._tokens:.2f}/token"
-        rate = self._tokens / max(time.perf_counter() - self._began, 1e-9)
-        self._on_progress(self._done_tokens, self._total_tokens, f"{significant(rate, 3)} tokens/s{read}")
+        if self._on_progress is not None:
+            note = progress_note(self._tokens, time.perf_counter() - self._began, self.reads())
+            self._on_progress(self._done_tokens, self._total_tokens, note)
 
     def _record(self) -> TokenBatch:
         """Write the forwards in the recorder, and return their rows."""

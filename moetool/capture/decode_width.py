@@ -25,8 +25,8 @@ class DecodeWidth:
     """Chooses how many requests of a batch decode together.
 
     The first request decodes alone, and its routes show how often experts return. Then the width is chosen again
-    whenever a request ends. It depends on the routes and the number of slots alone, so equal compositions give equal
-    widths, whatever is resident.
+    whenever a request ends or begins. It depends on the routes and the number of slots alone, so equal compositions
+    give equal widths, whatever is resident.
 
     Args:
         slots: expert slots; 0: all requests decode together.
@@ -42,7 +42,7 @@ class DecodeWidth:
         self._num_requests = len(requests)
         self._steps: dict[int, list[np.ndarray]] = {}  # routes of decoded tokens [S], newest last
         self._prompt_ends: dict[int, np.ndarray] = {}  # routes of each prompt's last token
-        self._ended = 0
+        self._running = 0  # requests at the last choice
         self._next_choice = PROBE_STEPS
         self.width = len(requests) if slots == 0 else 1
 
@@ -51,11 +51,11 @@ class DecodeWidth:
         """Whether routes have no influence."""
         return self._slots == 0 or self._num_requests == 1
 
-    def observe(self, rows: TokenBatch, ended: int) -> None:
+    def observe(self, rows: TokenBatch, running: int) -> None:
         """Learn from the rows of the newest forwards, and choose the width of the next ones.
 
         Args:
-            ended: requests of the batch that have ended.
+            running: requests that have begun and not ended.
         """
         if self.fixed:
             return
@@ -69,9 +69,10 @@ class DecodeWidth:
                 kept.extend(rows.experts_TS[decoded])
                 del kept[:-_WINDOW]
         longest = max((len(steps) for steps in self._steps.values()), default=0)
-        if longest >= self._next_choice or (longest and ended > self._ended):
-            self._next_choice, self._ended = 2 * max(longest, PROBE_STEPS), ended
-            self.width = self._best(max(1, self._num_requests - ended))
+        self._running = self._running or running
+        if longest >= self._next_choice or (longest and running != self._running):
+            self._next_choice, self._running = 2 * max(longest, PROBE_STEPS), running
+            self.width = self._best(max(1, running))
 
     def _best(self, most: int) -> int:
         widths = [min(1 << power, most) for power in range((most - 1).bit_length() + 1)]

@@ -184,7 +184,7 @@ class CapturePlan:
 
     def item(self, request: int) -> Item:
         """Return the prompt of a request."""
-        batch = next(batch for batch in self.batches if batch[-1].request >= request)
+        batch = next(batch for batch in self.batches if batch and batch[-1].request >= request)
         return batch[request - batch[0].request]
 
     def disk_bytes(self, batches: Iterable[int]) -> tuple[int, int]:
@@ -223,7 +223,6 @@ def plan_capture(
     columns = token_columns(options.keep)
     threads = use_threads(checkpoint.config, options.threads)
     options = replace(options, threads=threads, device=options.device or "cpu", dtype=options.dtype or "float32")
-    spec = checkpoint.spec
     if "resident" in options.keep:
         decoder_layers(checkpoint.skeleton, checkpoint.layers)
     read = prompts if isinstance(prompts, ReadPrompts) else read_prompts(prompts, checkpoint, options)
@@ -232,8 +231,6 @@ def plan_capture(
         composition = compose(read.lengths, batch_size=size, kv_tokens=1, chunk_tokens=CHUNK_TOKENS)
     batches = [read.items[start:end] for start, end in composition.bounds()]
     facts = {
-        "model": spec.name,
-        "revision": spec.revision,
         "prompts": _digest(batches),
         "max_new_tokens": _lengths(batches),
         **({"answers": True} if options.answers else {}),
@@ -241,13 +238,7 @@ def plan_capture(
         "columns": ",".join([*columns, *(name for name in ("embeddings", "text") if name in options.keep)]),
         "ahead": options.ahead if "ahead" in options.keep else 0,
         **({"resident": options.resident} if "resident" in options.keep else {}),
-        "device": options.device,
-        "dtype": options.dtype,
-        "threads": options.threads,
-        "experts": "in a pool" if pooled else "in memory",
-        "moetool": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **machine_facts(checkpoint, options, pooled=pooled),
     }
     return CapturePlan(
         checkpoint=checkpoint,
@@ -259,6 +250,21 @@ def plan_capture(
         refused=read.refused,
         facts=facts,
     )
+
+
+def machine_facts(checkpoint: Checkpoint, options: CaptureOptions, *, pooled: bool) -> dict[str, Any]:
+    """Return the facts in which all machines of a capture must agree."""
+    return {
+        "model": checkpoint.spec.name,
+        "revision": checkpoint.spec.revision,
+        "device": options.device,
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "experts": "in a pool" if pooled else "in memory",
+        "moetool": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def read_prompts(prompts: Iterable[Prompt], checkpoint: Checkpoint, options: CaptureOptions) -> ReadPrompts:

@@ -27,7 +27,7 @@ from moetool.trace.reader import MANIFEST
 from moetool.trace.rows import to_token_batch
 from moetool.trace.writer import TraceWriter
 
-STAGE = ".stage"
+STAGE, FACTS = ".stage", "capture.json"
 
 
 def stage_path(out: Path) -> Path:
@@ -38,7 +38,7 @@ def stage_path(out: Path) -> Path:
 def stored_facts(out: Path) -> dict[str, Any]:
     """Return the facts of an interrupted or complete capture for `out`; empty if there is none that can be read."""
     try:
-        return read_json(stage_path(out) / "capture.json", advice="")
+        return read_json(stage_path(out) / FACTS, advice="")
     except (OSError, MismatchError):
         pass
     try:
@@ -86,7 +86,7 @@ class CaptureFolder:
             UsageError: it exists and `resume` is false.
             MismatchError: it exists and is of another capture.
         """
-        facts = self.path / "capture.json"
+        facts = self.path / FACTS
         if self.path.exists() and any(self.path.glob("batch-*.arrow")):
             remove = f"remove it: rm -r {shlex.quote(str(self.path))}"
             if not resume:
@@ -100,7 +100,7 @@ class CaptureFolder:
             except OSError as error:
                 raise MismatchError(f"{facts} is damaged ({first_line(error)}); {remove}") from None
             if differing:
-                changes = "; ".join(_difference(name, found.get(name), self.plan.facts[name]) for name in differing)
+                changes = "; ".join(difference(name, found.get(name), self.plan.facts[name]) for name in differing)
                 raise MismatchError(f"{self.path} is of another capture: {changes}; give the same again, or {remove}")
             for unfinished in self.path.glob("*" + durable.PARTIAL):
                 unfinished.unlink()
@@ -188,7 +188,8 @@ def open_stage(
             raise
 
 
-def _difference(name: str, found: Any, asked: Any) -> str:
+def difference(name: str, found: Any, asked: Any) -> str:
+    """Say how a fact of a capture differs."""
     if name in ("prompts", "composition"):
         return "the prompts differ" if name == "prompts" else "the prompts of its batches, or --batch-size, differ"
     if name == "revision":

@@ -19,9 +19,11 @@ from moetool.base.tables import aligned
 from moetool.capture.automatic import CaptureMemory, choose
 from moetool.capture.batch_run import BatchRun, ExpertReads, OnProgress
 from moetool.capture.batch_writer import BatchWriter
-from moetool.capture.composition import stored_composition
+from moetool.capture.composition import Composition, stored_composition
+from moetool.capture.estimate import Lengths
 from moetool.capture.job import CaptureOptions, CapturePlan, plan_capture, provenance, read_prompts
 from moetool.capture.resume import CaptureFolder, open_stage, stored_facts
+from moetool.measuring.fit import spoken
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel, load_full, parse_device, parse_dtype
 from moetool.prompts.gather import Prompt
@@ -73,7 +75,7 @@ class Captured:
         refused: why prompts were left out that the model cannot read.
         tokens: rows of the trace: forwarded tokens, all but the last of each answer.
         seconds: seconds of this run, without interrupted ones.
-        reads: reads of this run; None: of other processes, or every expert was in memory from the start.
+        reads: reads of this run, of all nodes; None: of torchrun's processes, or every expert was in memory.
     """
 
     out: Path
@@ -150,32 +152,63 @@ def open_plan(
     composition = stored_composition(stored_facts(out), len(read.items)) if setup.resume else None
     if options.batch_size is not None and composition is not None and composition.most != options.batch_size:
         composition = None  # the stage refuses the difference
-    open_model, notes = setup.open_model, list[str]()
-    if open_model is None:
-        given = {"device": options.device, "dtype": options.dtype}
-        chosen = choose(
-            checkpoint,
-            read.lengths,
-            {name: value for name, value in given.items() if value is not None},
-            memory=setup.memory,
-            batch_size=options.batch_size,
-            composition=setup.memory.composition or composition,
-        )
-        notes += aligned(chosen.choices)
-        options = replace(options, device=chosen.options.device, dtype=chosen.options.dtype)
-        composition, open_model = chosen.composition, chosen.open_model
-        if "resident" in options.keep and setup.memory.device_memory_bytes is None:
-            notes.append("every expert is in memory, because column resident needs a second forward")
-            composition, open_model = replace(composition, slots=0), load_full
-    pooled = open_model is not load_full
-    plan = plan_capture(checkpoint, read, options, pooled=pooled, composition=composition)
-    notes += left_out(plan.refused)
+    if setup.memory.composition is None:
+        setup = replace(setup, memory=replace(setup.memory, composition=composition))
+    chosen = choose_run(checkpoint, read.lengths, options, setup)
+    plan = plan_capture(checkpoint, read, chosen.options, pooled=chosen.pooled, composition=chosen.composition)
+    notes = [*chosen.notes, *left_out(plan.refused)]
     _LOG.info(
         "capture of %s: %d prompts in %d batches, %d too long, %d empty, %d refused; %s",
         *(plan.spec.name, plan.num_prompts, len(plan.batches), plan.too_long, plan.empty, len(plan.refused)),
         plan.facts,
     )
-    return replace(plan, notes=tuple(notes)), open_model
+    return replace(plan, notes=tuple(notes)), chosen.open_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenRun:
+    """How a machine runs a capture.
+
+    Attributes:
+        options: with device and data type.
+        composition: the prompts that run together; None: batches of `options.batch_size`.
+        open_model: loads the model.
+        notes: the choices with their reasons.
+    """
+
+    options: CaptureOptions
+    composition: Composition | None
+    open_model: OpenModel
+    notes: tuple[str, ...] = ()
+
+    @property
+    def pooled(self) -> bool:
+        """Whether experts are computed from a pool."""
+        return self.open_model is not load_full
+
+
+def choose_run(checkpoint: Checkpoint, lengths: Lengths, options: CaptureOptions, setup: RunSetup) -> ChosenRun:
+    """Choose what the user has not set, for this machine. Raises: as `moetool.capture.automatic.choose`."""
+    if setup.open_model is not None:
+        return ChosenRun(options=options, composition=setup.memory.composition, open_model=setup.open_model)
+    given = {"device": options.device, "dtype": options.dtype}
+    given = {name: value for name, value in given.items() if value is not None}
+    chosen = choose(checkpoint, lengths, given, memory=setup.memory, batch_size=options.batch_size)
+    choices = [*chosen.choices]
+    if (cost := chosen.cost_here(checkpoint)) is not None:
+        seconds = f"{spoken(cost.read_s)} of reading, {spoken(cost.compute_s)} of computing"
+        choices.append(("time", seconds, "at most, at rates measured here"))
+    notes = aligned(choices)
+    composition, open_model = chosen.composition, chosen.open_model
+    if "resident" in options.keep and setup.memory.device_memory_bytes is None:
+        notes.append("every expert is in memory, because column resident needs a second forward")
+        composition, open_model = replace(composition, slots=0), load_full
+    return ChosenRun(
+        options=replace(options, device=chosen.options.device, dtype=chosen.options.dtype),
+        composition=composition,
+        open_model=open_model,
+        notes=tuple(notes),
+    )
 
 
 def left_out(refused: Sequence[str]) -> list[str]:
@@ -206,17 +239,21 @@ def run_batches(
     """
     if not batches:
         return None
-    plan = stage.plan
+    loaded = load(stage.plan, open_model)
+    try:
+        with BatchWriter(stage) as writer:
+            return forward_batches(loaded, stage.plan, batches, writer, on_progress)
+    finally:
+        loaded.close()
+
+
+def load(plan: CapturePlan, open_model: OpenModel) -> LoadedModel:
+    """Load the model of a capture."""
     device, dtype = parse_device(plan.options.device or "cpu"), parse_dtype(plan.options.dtype or "float32")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _LOG.info("loading %s in %s on %s", plan.checkpoint.path, dtype, device)
-    loaded = open_model(plan.checkpoint, dtype, device)
-    try:
-        with BatchWriter(stage) as writer:
-            return forward_batches(loaded, plan, batches, writer, on_progress)
-    finally:
-        loaded.close()
+    return open_model(plan.checkpoint, dtype, device)
 
 
 def forward_batches(
@@ -256,7 +293,7 @@ def finish(stage: CaptureFolder, overwrite: bool, began: float, reads: ExpertRea
             TraceWriter(folder, plan.spec, keep, ahead, resident=plan.options.resident) as writer,
         ):
             stage.copy_to(writer)
-            size = max(map(len, plan.batches))
+            size = max(map(len, plan.batches)) if plan.composition is None else plan.composition.most
             composition = {"kind": "sequential"} if size == 1 else {"kind": "batch", "size": size}
             spell = speller(plan.checkpoint.tokenizer)
             writer.finish(composition=composition, provenance=provenance(plan), spell=spell)

@@ -23,6 +23,7 @@ from moetool.cli.flags import (
     ServedHostMemory,
     TraceDir,
     listed,
+    note,
     open_predictor,
     open_trace,
     read_timeline,
@@ -210,9 +211,12 @@ def plan_maps(
 def plan_alpha(
     model: Model,
     data: Annotated[list[str], typer.Option(help="Held-out text, as for capture. Repeatable.")],
-    device_memory: Annotated[str, typer.Option(help="Device memory for the whole model, e.g. 64MB.")],
     target_tpot: Annotated[str, typer.Option(help="Limit of the time per output token, e.g. 80ms.")],
     out: Annotated[Path, typer.Option("--out", help="Plan file to write (JSON), for 'moetool serve --plan'.")],
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory for weights, KV cache and experts, e.g. 64MB (default: what is free)."),
+    ] = None,
     device: ServedDevice = None,
     host_memory: ServedHostMemory = None,
     settings: Annotated[
@@ -226,8 +230,7 @@ def plan_alpha(
     from moetool.measuring.alpha import plan_alpha as run
     from moetool.models.checkpoint import Checkpoint
     from moetool.prompts import gather as prompt_sets
-    from moetool.runtime.automatic import on_this_machine
-    from moetool.runtime.budget import served_budgets
+    from moetool.runtime.automatic import choose
     from moetool.runtime.serve_options import ServeOptions
 
     durable.require_new_file(out, overwrite)
@@ -239,16 +242,18 @@ def plan_alpha(
     parse(ServeOptions, serve, "--set serve")  # refuse bad values first
     options = parse(AlphaOptions, values, "--set")
     checkpoint = Checkpoint.open(model)
-    serve_options = parse(ServeOptions, on_this_machine(checkpoint, serve)[0], "--set serve")
-    budget = served_budgets(checkpoint, serve_options, serve)(parse_bytes(device_memory), 0)
+    memory = None if device_memory is None else parse_bytes(device_memory)
+    setup = choose(checkpoint, serve, device_memory_bytes=memory, policy="smoe")
+    for line in tables.aligned(setup.choices):
+        note(line)
     texts = [f"{prompt.text} {prompt.answer or ''}" for prompt in prompt_sets.load(listed(data))]
     with tables.progress("passes", options.rounds * len({0.0, *options.alphas})) as passed:
         plan, points = run(
             checkpoint,
             texts,
-            budget,
+            setup.budget,
             parse_seconds(target_tpot),
-            serve=serve_options,
+            serve=setup.options,
             options=options,
             on_pass=passed,
         )

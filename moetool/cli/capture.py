@@ -21,6 +21,7 @@ from moetool.cli.flags import (
     ServedDevice,
     ServedHostMemory,
     listed,
+    note,
     settable,
 )
 from moetool.models.files.hub import with_revision
@@ -28,10 +29,6 @@ from moetool.models.files.hub import with_revision
 if TYPE_CHECKING:
     from moetool.capture.run import Captured
     from moetool.prompts.gather import Prompt
-
-
-def _note(line: str) -> None:
-    tables.narrate(f"moetool: {line}")
 
 
 def capture(
@@ -87,6 +84,13 @@ def capture(
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Cache policy (default: lru, equal slots per layer).")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes that share the batches, one thread each.")] = 1,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT of a Ray head whose nodes share the batches; local:N is like --workers N "
+            "(see 'moetool guide traces')."
+        ),
+    ] = None,
     settings: Annotated[
         list[str], settable("Further setting: data.task, data.split, data.seed, data.duplicates=keep, ...")
     ] = [],
@@ -123,8 +127,8 @@ def capture(
     if gathered.refused:
         from moetool.capture.run import left_out
 
-        for note in left_out(gathered.refused):
-            _note(note)
+        for line in left_out(gathered.refused):
+            note(line)
     if server is not None:
         if max_new_tokens == 0:
             raise UsageError("--max-new-tokens 0 is not possible with --server, whose answers have at least one token")
@@ -133,7 +137,7 @@ def capture(
         )
         _report_refused(gathered.refused, out)
         return
-    from moetool.capture import workers as shares
+    from moetool.capture import torchrun
     from moetool.capture.automatic import CaptureMemory
     from moetool.capture.run import CaptureOptions, RunSetup
     from moetool.capture.run import capture as run
@@ -158,19 +162,24 @@ def capture(
         host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
         io_threads=io_threads,
         policy=policy,
-        processes=workers,
-        shards=workers,
     )
-    setup = RunSetup(memory=memory, overwrite=overwrite, resume=resume, on_note=_note)
+    if workers > 1:
+        if cluster is not None:
+            raise UsageError(f"--workers {workers} and --cluster {cluster} both share the batches; give one of them")
+        cluster = f"local:{workers}"
+    setup = RunSetup(memory=memory, overwrite=overwrite, resume=resume, on_note=note)
     with tables.stages() as report:
         setup = replace(setup, on_progress=partial(report, f"capturing {model}"))
-        if shares.under_torchrun():
-            shared = shares.capture_under_torchrun(model, texts, out, options, setup)
+        if torchrun.under_torchrun():
+            shared = torchrun.capture_under_torchrun(model, texts, out, options, setup)
             if shared is None:
                 return  # the process of rank 0 reports for all
             made = shared
-        elif workers > 1:
-            made = shares.capture_with_workers(model, texts, out, options, workers, setup)
+        elif cluster is not None:
+            from moetool.cluster.capture_shards import capture_on_cluster
+            from moetool.cluster.launch import parse_where
+
+            made = capture_on_cluster(model, texts, out, options, parse_where(cluster), setup)
         else:
             made = run(model, texts, out, options, setup)
     made = replace(made, refused=(*gathered.refused, *made.refused))
@@ -229,5 +238,5 @@ def _from_server(
     tables.print_paragraph(
         f"{out}: {tables.numbered(made.requests, 'prompt')}, {tables.numbered(made.tokens, 'token')}"
     )
-    for note in made.notes:
-        tables.print_paragraph(f"  {note}")
+    for line in made.notes:
+        tables.print_paragraph(f"  {line}")

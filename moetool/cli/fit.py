@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from moetool.measuring.fit import Fit, MemorySpeed
     from moetool.models.config_model import ConfigModel
 
+CAPTURED_TOKENS, CAPTURED_ANSWER = 256, 32
+"""Tokens of a prompt, and new ones, in the estimate of a capture."""
+
 
 def fit(
     model: Annotated[
@@ -30,6 +33,9 @@ def fit(
         str | None,
         typer.Option(help="Another machine: a name (e.g. pc-rtx-4090-ddr5) or a TOML file (default: this one)."),
     ] = None,
+    capture: Annotated[
+        int | None, typer.Option(min=1, help="Prompts of a capture to estimate too, of 256 tokens with 32 new ones.")
+    ] = None,
     as_json: Json = False,
     revision: Revision = None,
 ) -> None:
@@ -39,6 +45,7 @@ def fit(
     """
     from moetool.measuring.fit import FitOptions
     from moetool.measuring.fit import fit as estimate
+    from moetool.measuring.fit_machine import fit_machine
     from moetool.models.config_model import ConfigModel
     from moetool.models.files.hub import with_revision
     from moetool.models.shape import open_shape
@@ -53,11 +60,19 @@ def fit(
     if isinstance(opened, ConfigModel):
         _print_shape(opened, as_json)
         return
-    found = estimate(opened, options)
+    on = fit_machine(options)
+    found, cost = estimate(opened, on), None
+    if capture is not None and found.budget is not None:
+        from moetool.capture.automatic import cost_on
+
+        cost = cost_on(opened, on, [(CAPTURED_TOKENS, CAPTURED_TOKENS + CAPTURED_ANSWER)] * capture)
     if as_json:
-        tables.print_json(found.to_json())
-    else:
-        _print(found)
+        tables.print_json(found.to_json() | ({} if cost is None else {"capture": cost.to_json()}))
+        return
+    _print(found)
+    if cost is not None:
+        print()
+        tables.print_paragraph(f"capture of {tables.numbered(cost.prompts, 'prompt')}: {cost.describe()}")
 
 
 def headline(found: "Fit") -> str:

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from moetool.training.predictor import Predictor
 
 
+def note(line: str) -> None:
+    """Narrate what a command has chosen or left out."""
+    tables.narrate(f"moetool: {line}")
+
+
 def open_trace(path: Path) -> "Trace":
     """Open a trace for a command. Raises: as `Trace`.
 

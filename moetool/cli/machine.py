@@ -10,7 +10,7 @@ import typer
 
 from moetool.base import durable, tables
 from moetool.base.errors import UsageError
-from moetool.cli.flags import Json, Overwrite, Revision
+from moetool.cli.flags import Json, Overwrite, Revision, note
 from moetool.models.files.hub import with_revision
 
 
@@ -33,7 +33,12 @@ def profile(
             help="Use random weights of the config's shape; MODEL is a directory, config.json, shape or hub name.",
         ),
     ] = False,
-    dtype: Annotated[str | None, typer.Option(help="Compute dtype: float32 or bfloat16 (default: both).")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device to time: cpu or cuda (default: cpu, and cuda if present).")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute dtype: float32, bfloat16 or float16 (default: the checkpoint's).")
+    ] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Seconds to measure after one full pass.")] = 120.0,
     threads: Annotated[int, typer.Option(min=0, help="Compute threads (0: automatic).")] = 0,
     predictor: Annotated[Path | None, typer.Option(help="Directory of a trained predictor to time.")] = None,
@@ -69,6 +74,7 @@ def profile(
             model,
             ProfileOptions(
                 config_only=config_only,
+                device=device,
                 dtype=dtype,
                 seconds=seconds,
                 threads=threads,
@@ -77,6 +83,7 @@ def profile(
                 scratch=Path() if out is None else out.parent,
             ),
             on_progress,
+            note,
         )
     if out is not None:
         made.save(out)

@@ -8,7 +8,7 @@ import typer
 from moetool.base import tables
 from moetool.base.config import parse, parse_settings
 from moetool.base.errors import UsageError
-from moetool.cli.flags import Json, Out, Overwrite, Recipe, TraceDir, listed, settable
+from moetool.cli.flags import Json, Out, Overwrite, Recipe, TraceDir, listed, note, settable
 
 
 def train(
@@ -59,9 +59,8 @@ def train(
             )
         options = {**{name: value for name, value in rounding.items() if value is not None}, **options}
         with tables.steps(f"rounding {model}") as on_progress:
-            card = module.make(
-                model, listed(data), out, options, seed=seed, overwrite=overwrite, on_progress=on_progress
-            )
+            reports = {"on_progress": on_progress, "on_note": note}
+            card = module.make(model, listed(data), out, options, seed=seed, overwrite=overwrite, **reports)
     else:
         from moetool.training.fit_options import FitOptions
         from moetool.training.training import train as run

@@ -203,11 +203,12 @@ def _row(row: MemorySpeed) -> dict[str, Any]:
     return {name: getattr(row, name) for name in MemorySpeed.__slots__}
 
 
-def fit(model: str | Checkpoint, options: FitOptions | None = None) -> Fit:
+def fit(model: str | Checkpoint, options: FitOptions | FitMachine | None = None) -> Fit:
     """Estimate how a model runs on a machine.
 
     Args:
         model: as for `Checkpoint.open` without weights, or an open checkpoint.
+        options: describe the machine (default: this one), or the machine.
 
     Effects: as for `fit_machine`.
 
@@ -216,7 +217,7 @@ def fit(model: str | Checkpoint, options: FitOptions | None = None) -> Fit:
         MismatchError: the model's config is damaged.
     """
     checkpoint = Checkpoint.open(model, weights=False) if isinstance(model, str) else model
-    machine = fit_machine(options or FitOptions())
+    machine = options if isinstance(options, FitMachine) else fit_machine(options or FitOptions())
     estimator = _Estimator(checkpoint, machine)
     budget, problem = estimator.divide(machine.device_bytes)
     token, prompt_s, known = None, 0.0, (0.0, 0.0)
@@ -246,20 +247,32 @@ def fit(model: str | Checkpoint, options: FitOptions | None = None) -> Fit:
     )
 
 
+def options_on(checkpoint: Checkpoint, machine: FitMachine) -> ServeOptions:
+    """Return a server's options on a machine."""
+    values: dict[str, Any] = {"device": machine.rates.device, "warm_start": True}
+    if machine.has_gpu:
+        values["host_memory_bytes"] = 0
+    options: ServeOptions = parse(ServeOptions, on_this_machine(checkpoint, values)[0], "--set")
+    if machine.has_gpu:
+        host = min(every_slot_bytes(checkpoint, options), int((machine.host_bytes or 0) * _HOST_SHARE))
+        options = replace(options, host_memory_bytes=host)
+    return options
+
+
+def memory_of(checkpoint: Checkpoint, options: ServeOptions, has_gpu: bool, num_bytes: int | None) -> Machine:
+    """Return a machine with this much memory. Raises: CapacityError: libraries alone need more."""
+    if has_gpu:
+        return gpu_with(num_bytes or 0, checkpoint, options)
+    return this_machine(checkpoint, options, process_memory_bytes=num_bytes)
+
+
 class _Estimator:
     """Speeds of a model on a machine, by memory size and stored form."""
 
     def __init__(self, checkpoint: Checkpoint, machine: FitMachine) -> None:
         self._checkpoint = checkpoint
         self._machine = machine
-        values: dict[str, Any] = {"device": machine.rates.device, "warm_start": True}
-        if machine.has_gpu:
-            values["host_memory_bytes"] = 0
-        options = parse(ServeOptions, on_this_machine(checkpoint, values)[0], "--set")
-        if machine.has_gpu:
-            host = min(every_slot_bytes(checkpoint, options), int((machine.host_bytes or 0) * _HOST_SHARE))
-            options = replace(options, host_memory_bytes=host)
-        self._options = options
+        self._options = options = options_on(checkpoint, machine)
         self._footprint = footprint(checkpoint, options)
         served = gpu_with(0, checkpoint, options).curve
         self.curve = nearest_curve(checkpoint.spec) if served is PUBLISHED else served
@@ -381,10 +394,7 @@ class _Estimator:
         yield "other formats", "mean bits of llama.cpp's mixes and of FP8 and MXFP4 checkpoints", "assumed"
 
     def _memory(self, num_bytes: int | None) -> Machine:
-        """Raises: CapacityError: libraries alone need more."""
-        if self._machine.has_gpu:
-            return gpu_with(num_bytes or 0, self._checkpoint, self._options)
-        return this_machine(self._checkpoint, self._options, process_memory_bytes=num_bytes)
+        return memory_of(self._checkpoint, self._options, self._machine.has_gpu, num_bytes)
 
     def _token_of(self, traffic: ModelTraffic, slots: int, host_bytes: int, curve: MissCurve) -> TokenEstimate:
         held = min(traffic.num_experts, int(host_bytes // traffic.slot_bytes))

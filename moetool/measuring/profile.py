@@ -11,6 +11,7 @@ import torch
 
 from moetool.base.errors import UsageError
 from moetool.base.machine import load_average
+from moetool.base.tables import aligned
 from moetool.base.types import ModelSpec
 from moetool.costing.costs import ComputeCosts, CostProfile, Curve, LoadCosts
 from moetool.measuring.probes.disk import disk_costs, scratch_shards
@@ -23,7 +24,8 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.files.location import shape_names
 from moetool.models.files.tensor_index import has_weights
 from moetool.models.libraries import read_machine
-from moetool.models.loading import DTYPES, parse_dtype, use_threads
+from moetool.models.loading import CPU, DTYPES, parse_device, parse_dtype, served_dtype, use_threads
+from moetool.runtime.automatic import on_this_machine
 from moetool.training.predictor import load_predictor
 
 _SCRATCH_EXPERTS = 32
@@ -38,7 +40,8 @@ class ProfileOptions:
 
     Attributes:
         config_only: without weights: reads are timed on a file of random bytes.
-        dtype: data type of everything but the routed experts (default: both float32 and bfloat16).
+        device: `cpu` or `cuda` (default: a server's, and beside a GPU also the processor, which computes misses).
+        dtype: data type of everything but the routed experts (default: a server's).
         seconds: seconds to measure after one full pass.
         threads: compute threads on the CPU (0 = automatic, as in the server).
         predictor: folder of a trained predictor to time.
@@ -47,6 +50,7 @@ class ProfileOptions:
     """
 
     config_only: bool = False
+    device: str | None = None
     dtype: str | None = None
     seconds: float = 120.0
     threads: int = 0
@@ -59,7 +63,10 @@ EVERYTHING = ProfileOptions()
 
 
 def profile(
-    model: str, options: ProfileOptions = EVERYTHING, on_progress: Callable[[int], None] | None = None
+    model: str,
+    options: ProfileOptions = EVERYTHING,
+    on_progress: Callable[[int], None] | None = None,
+    on_note: Callable[[str], object] = lambda note: None,
 ) -> CostProfile:
     """Measure a model's costs on this machine.
 
@@ -69,42 +76,48 @@ def profile(
     Args:
         model: as in `moetool.models.checkpoint.Checkpoint.open`.
         on_progress: called with the completed percentage.
+        on_note: called with each line on what was chosen.
 
     Effects: sets torch's number of threads.
 
     Raises:
-        UsageError: there is no such model, config, data type, predictor or peer.
+        UsageError: there is no such model, config, device, data type, predictor or peer.
         MismatchError: the weight files are damaged, or the predictor is of another model.
         CapacityError: there is too little memory for one layer, or disk for the file.
     """
     began = time.perf_counter()
     busy = load_average()
-    dtypes = [parse_dtype(options.dtype)] if options.dtype else [torch.float32, torch.bfloat16]
+    if options.dtype is not None:
+        parse_dtype(options.dtype)
+    if options.device is not None:
+        parse_device(options.device)
     peer = options.peer
     if peer is not None:
         parse_peer(peer)
     checkpoint = _open(model, options.config_only)
     spec = checkpoint.spec
     num_threads = use_threads(checkpoint.config, options.threads)
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    dtypes, choices = _choose(checkpoint, options)
+    threads = "as set" if options.threads else "automatic"
+    for line in aligned([*choices, ("threads", str(num_threads), threads)]):
+        on_note(line)
 
     stages: _Stages = {}
     if peer is not None:
         stages["link",] = lambda share: link_curve(peer, share)
     if options.predictor is not None:
         stages["predictor",] = _predictor_stage(options.predictor, spec, options.config_only)
-    fastest = None if "cuda" in devices else dtypes[-1]
+    fastest = None if "cuda" in dtypes else dtypes["cpu"]
     stages["disk",] = lambda share: _disk(checkpoint, fastest, options.scratch, share)
-    if "cuda" in devices:
+    if "cuda" in dtypes:
         stages["copies",] = lambda share: copy_costs(spec.slot_bytes, share)
-    for device in devices:
-        for kind in dtypes:
-            stages["expert", device, _name(kind)] = partial(_expert, checkpoint, kind, device)
-            stages["layer", device, _name(kind)] = partial(layer_curves, checkpoint, kind, device)
+    for device, kind in dtypes.items():
+        stages["expert", device, _name(kind)] = partial(_expert, checkpoint, kind, device)
+        stages["layer", device, _name(kind)] = partial(layer_curves, checkpoint, kind, device)
     with checkpoint:
         results = _run(stages, options.seconds, on_progress)
 
-    compute = [_compute_costs(checkpoint, device, kind, num_threads, results) for device in devices for kind in dtypes]
+    compute = [_compute_costs(checkpoint, device, kind, num_threads, results) for device, kind in dtypes.items()]
     loads: tuple[LoadCosts, ...] = (*results["disk",], *results.get(("copies",), ()))
     return CostProfile(
         spec=spec,
@@ -119,6 +132,21 @@ def profile(
         peer=peer,
         link=results.get(("link",)),
     )
+
+
+def _choose(
+    checkpoint: Checkpoint, options: ProfileOptions
+) -> tuple[dict[str, torch.dtype], list[tuple[str, str, str]]]:
+    """Return the data type on each device, and (setting, value, reason) for display."""
+    given = {name: value for name in ("device", "dtype") if (value := getattr(options, name)) is not None}
+    chosen, why = on_this_machine(checkpoint, given)
+    why |= dict.fromkeys(given, "as set")
+    dtypes = {chosen["device"]: parse_dtype(chosen["dtype"])}
+    if chosen["device"] == "cuda" and options.device is None:
+        dtypes = {"cpu": parse_dtype(options.dtype or served_dtype(checkpoint, CPU)[0]), **dtypes}
+        why["device"] += "; the processor computes misses"
+    kinds = ", ".join(dict.fromkeys(map(_name, dtypes.values())))
+    return dtypes, [("device", ", ".join(dtypes), why["device"]), ("dtype", kinds, why["dtype"])]
 
 
 def _run(stages: _Stages, seconds: float, on_progress: Callable[[int], None] | None) -> dict[tuple[str, ...], Any]:

@@ -189,10 +189,10 @@ def test_a_bad_prompt_is_left_out_and_the_others_are_captured(
 
 def test_memory_and_composition_are_chosen_and_reused(tmp_path: Path) -> None:
     """With slots for a part of the experts, in batches; a run that is resumed with other memory does as before."""
-    texts = _prompts(6)
+    texts = _prompts(12)
     checkpoint = Checkpoint.open("reference")
     model = footprint(checkpoint, ServeOptions(dtype="float32"))
-    memory = model.dense_bytes + model.kv_token_bytes * 400 + 80 * model.slot_bytes
+    memory = model.dense_bytes + model.kv_token_bytes * 300 + 80 * model.slot_bytes
     options = CaptureOptions(dtype="float32", max_new_tokens=12, threads=1)
     setup = RunSetup(memory=CaptureMemory(device_memory_bytes=memory))
     made = capture_with_options("reference", texts, tmp_path / "a", options, setup)

@@ -1,11 +1,14 @@
 """Capture larger than memory, and by several processes: the same rows as one process with the model in memory."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,7 +17,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moetool.base.errors import CapacityError, MoetoolError
 from moetool.capture.run import CaptureOptions, RunSetup, capture
-from moetool.capture.workers import capture_with_workers
+from moetool.cluster import capture_shards
+from moetool.cluster.capture_shards import capture_on_cluster
+from moetool.cluster.launch import Workers, parse_where
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full
 from moetool.prompts import gather as prompt_sets
@@ -48,16 +53,58 @@ def _files(trace: Trace) -> dict[str, str]:
     return {name: facts["sha256"] for name, facts in trace.manifest["files"].items()}
 
 
-def test_workers_write_the_trace_of_one_process(texts: list[Prompt], one: Trace, tmp_path: Path) -> None:
-    capture_with_workers("reference", texts, tmp_path / "t", OPTIONS, 2)
+class _Workers(Workers):
+    """Workers of which the last does not see the stage, and some are killed or misled when they get a batch."""
+
+    forwarded: ClassVar[list[int]] = []
+    killed: ClassVar[set[int]] = set()
+    misled = False
+
+    def __init__(self, where: Any, build: Any, arguments: list[dict[str, Any]], *names: Any, **more: Any) -> None:
+        arguments[-1] = {**arguments[-1], "out": "/nowhere/t"}
+        super().__init__(where, build, arguments, *names, **more)
+
+    def call(self, n: int, method: str, *args: Any, **more: Any) -> Any:
+        if method == "forward":
+            self.forwarded.append(n)
+            if n in self.killed:
+                os.kill(self.pid(n), signal.SIGKILL)
+            if self.misled:  # the model embeds 4,096 tokens
+                number, ((_, prompt, *_), *_) = args
+                args = number, [(0, prompt, [4096], 4, 0)]
+        return super().call(n, method, *args, **more)
+
+
+@pytest.mark.parametrize("killed", [set(), {0}, {0, 1}], ids=["none lost", "one lost", "both lost"])
+def test_workers_write_the_trace_of_one_process(
+    killed: set[int], texts: list[Prompt], one: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_shards, "Workers", _Workers)
+    monkeypatch.setattr(_Workers, "killed", killed)
+    monkeypatch.setattr(_Workers, "forwarded", [])
+    notes: list[str] = []
+    setup = RunSetup(on_note=notes.append)
+    if len(killed) == 2:
+        with pytest.raises(MoetoolError, match="no node is left"):
+            capture_on_cluster("reference", texts, tmp_path / "t", OPTIONS, parse_where("local:2"), setup)
+        assert list(tmp_path.iterdir()) == []
+        return
+    made = capture_on_cluster("reference", texts, tmp_path / "t", OPTIONS, parse_where("local:2"), setup)
     assert _files(Trace(tmp_path / "t")) == _files(one)
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    assert made.reads is not None and made.reads.tokens <= made.tokens  # without those of a killed worker
+    if killed:
+        assert any("take up its batch" in note for note in notes)
+    else:
+        assert set(_Workers.forwarded) == {0, 1} and made.reads.tokens == made.tokens
 
 
-def test_a_worker_that_fails_leaves_nothing(texts: list[Prompt], tmp_path: Path) -> None:
-    opener = partial(open_pooled, device_memory_bytes=1000)
-    with pytest.raises(MoetoolError):
-        capture_with_workers("reference", texts, tmp_path / "t", OPTIONS, 2, RunSetup(open_model=opener))
+def test_a_failing_batch_ends_the_capture(texts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error is the worker's, whatever the others do."""
+    monkeypatch.setattr(capture_shards, "Workers", _Workers)
+    monkeypatch.setattr(_Workers, "misled", True)
+    with pytest.raises(MoetoolError, match="the model failed on prompt"):
+        capture_on_cluster("reference", texts, tmp_path / "t", OPTIONS, parse_where("local:1"))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,8 +8,8 @@ import math
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ import transformers
 
 from moetool import __version__
 from moetool.base import durable
-from moetool.base.errors import MismatchError, MoetoolError, UsageError
+from moetool.base.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.base.machine import memory_bytes
-from moetool.base.tables import percent
+from moetool.base.tables import count, percent
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.conversion import TensorSource
-from moetool.models.loading import load_unpacked, parse_dtype
+from moetool.models.loading import CPU, load_unpacked, parse_dtype, served_dtype
 from moetool.training.quantize.calibration import Calibration
 from moetool.training.quantize.folding import require_family, rounded_names
 from moetool.training.quantize.judging import judge, logits_of
@@ -125,6 +125,37 @@ def make_replica(
     shutil.rmtree(maker.folder, ignore_errors=True)
     written: dict[str, Any] = json.loads(text)
     return written
+
+
+def choose(
+    checkpoint: Checkpoint, options: ReplicaOptions, given: Collection[str]
+) -> tuple[ReplicaOptions, list[tuple[str, str, str]]]:
+    """Choose the data type as a server on a CPU does, unless it is set, and require its memory.
+
+    Returns:
+        The options, and (setting, value, reason) for display.
+
+    Raises:
+        CapacityError: the memory is too small, with its parts.
+    """
+    dtype, why = (options.dtype, "as set") if "dtype" in given else served_dtype(checkpoint, CPU)
+    size, free = parse_dtype(dtype).itemsize, memory_bytes()[1]
+    dense = checkpoint.dense_bytes(parse_dtype(dtype))
+    layer = size * max(layer.form.num_experts * layer.form.num_elements for layer in checkpoint.layers)
+    hidden = 2 * size * options.max_tokens * checkpoint.spec.hidden_size
+    if (needed := dense + layer + max(dense, layer) + hidden) > free:  # compares both, or rounds the next layer
+        raise CapacityError(
+            f"{count(free, 'B')} of free memory is too little for a replica of {checkpoint.name} in {dtype}, expected "
+            f"{count(needed, 'B')} (dense weights {count(dense, 'B')}, experts of a layer {count(layer, 'B')}, the "
+            f"larger of them twice, calibration {count(hidden, 'B')}); free memory, or --set dtype=bfloat16 or "
+            "max_tokens=N"
+        )
+    parts = f"dense weights, experts of a layer, calibration; {count(free, 'B')} free"
+    return replace(options, dtype=dtype), [
+        ("device", "cpu", "replicas are rounded on the processor"),
+        ("dtype", dtype, why),
+        ("memory", count(needed, "B"), parts),
+    ]
 
 
 def require_replicable(checkpoint: Checkpoint, options: ReplicaOptions) -> None:

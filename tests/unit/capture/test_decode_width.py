@@ -35,11 +35,11 @@ def _decided(slots: int, repeating: bool) -> list[int]:
     rng = np.random.default_rng(0)
     width = DecodeWidth(SPEC, slots, range(32))
     own = {request: _draw(rng) for request in range(32)}
-    width.observe(_rows(own, Phase.PREFILL, 0), 0)
+    width.observe(_rows(own, Phase.PREFILL, 0), 32)
     widths = [width.width]
     for step in range(1, 3 * PROBE_STEPS):
         decoding = list(range(width.width))
-        width.observe(_rows({r: own[r] if repeating else _draw(rng) for r in decoding}, Phase.DECODE, step), 0)
+        width.observe(_rows({r: own[r] if repeating else _draw(rng) for r in decoding}, Phase.DECODE, step), 32)
         widths.append(width.width)
     return widths
 

@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
+from moetool.capture.automatic import cost_on
 from moetool.capture.composition import Composition
 from moetool.capture.estimate import most_reads
+from moetool.measuring.fit_machine import FitOptions, fit_machine
+from moetool.models.checkpoint import Checkpoint
 from tests import synthetic_routes
 
 SPEC = synthetic_routes.make_spec(num_experts=16)
@@ -32,3 +35,19 @@ def test_independent_routes_read_as_many_experts() -> None:
 def test_with_a_slot_for_every_expert_each_is_read_once() -> None:
     composition = Composition(sizes=(2,), kv_tokens=64, chunk_tokens=8)
     assert most_reads(SPEC, composition, [(3, 8)] * 2, SPEC.total_experts) == SPEC.total_experts
+
+
+def test_a_capture_on_named_machines_reads_what_their_memory_lacks() -> None:
+    checkpoint = Checkpoint.open("qwen3-30b-a3b", weights=False)
+    laptop, desktop, node = (
+        cost_on(checkpoint, fit_machine(FitOptions(machine=name)), [(256, 288)] * 1000)
+        for name in ("laptop-16gb", "pc-rtx-4090-ddr5", "h100")
+    )
+    whole = checkpoint.spec.all_experts_bytes
+    assert {cost.tokens for cost in (laptop, desktop, node)} == {287_000}
+    assert node.disk_bytes == node.read_bytes == whole  # every expert has a slot
+    groups = -(-1000 // laptop.together)
+    assert 0.7 * 32 < laptop.read_bytes / (groups * whole) < 32  # one pass over prompts, and 31 steps
+    assert laptop.disk_bytes == laptop.read_bytes  # no host tier
+    assert whole <= desktop.disk_bytes < 0.3 * desktop.read_bytes
+    assert laptop.read_s == pytest.approx(laptop.read_bytes / 3e9)
