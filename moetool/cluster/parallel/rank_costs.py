@@ -28,9 +28,9 @@ class Costs:
       source, as ranks compute them.
     - Byte of rows: slope of all-to-all seconds against the bytes that a rank sent, over the layers and steps of a
       batch. Where links differ, all are scaled by one factor.
-    - Byte of experts: received bytes over the transfer time; plus the time that batches waited for experts, before they
-      began and in all-to-alls. That delay decays by a tenth with each batch without migration, so that migration is
-      tried again.
+    - Byte of experts: received bytes over the transfer time, before the first migration by the links; plus the time
+      that batches waited for experts, before they began and in all-to-alls. That delay decays by a tenth with each
+      batch without migration, so that migration is tried again.
 
     Args:
         profile: measured costs to begin with.
@@ -126,11 +126,13 @@ class Costs:
 
     @property
     def move_bytes_s(self) -> float:
-        """Rate of experts to a rank: measured, else by the links."""
+        """Rate of experts to a rank: measured, else by the plan's or the profile's links.
+
+        Rows are no measure of it: in an all-to-all a rank also waits for the others, the longer the busier they are.
+        """
         if self._move_bytes_s:
             return self._move_bytes_s
-        byte_s_GG = self._links()
-        away = byte_s_GG[byte_s_GG > 0]
+        away = self._byte_s_GG[self._byte_s_GG > 0]
         return 1.0 / float(away.mean()) if away.size else float("inf")
 
     @property

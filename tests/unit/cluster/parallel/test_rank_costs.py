@@ -61,6 +61,9 @@ def test_links_cost_what_is_measured_or_what_the_cluster_has() -> None:
     costs = Costs(SPEC, CLUSTER)
     assert costs.expected(**NOW).byte_s_GG == pytest.approx(np.array([[0, 1e-8], [1e-8, 0]]))
     assert costs.expected(**NOW).move_bytes_s == pytest.approx(1e8)
+    costs.note(record(byte_s=5e-6), 0.0, 2)  # a rank that waits for a busy one: no measure of experts' transfers
+    assert costs.expected(**NOW).move_bytes_s == pytest.approx(1e8)
+    costs = Costs(SPEC, CLUSTER)
     costs.note(record(byte_s=5e-8, moved_bytes=300), 0.1, 2)
     assert costs.expected(**NOW).byte_s_GG == pytest.approx(np.array([[0, 5e-8], [5e-8, 0]]))
     assert costs.expected(**NOW).move_bytes_s == pytest.approx(3000)
