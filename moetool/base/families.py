@@ -118,7 +118,6 @@ class Family:
 
 _LINEAR = "its linear attention keeps a state that the paged cache cannot hold"
 _CONVOLUTION = "its convolutions keep a state that the paged cache cannot hold"
-_INDEXED = "its indexed attention is not supported by the paged cache"
 _EAGER = "its attention has only transformers' eager form, which cannot be paged"
 _CHUNKED = "its chunked attention is not supported by the paged cache"
 _UNKNOWN = "recorded steps have no function for its {}"
@@ -138,7 +137,7 @@ _ALL = (
     Family(name="deepseek", refused=f"{_OWN_CODE}; the nearest supported family is deepseek_v2"),
     Family(name="deepseek_v2", renormalize=False),
     Family(name="deepseek_v3", score="sigmoid", notes="Kimi-K2 checkpoints (kimi_k2) are of this family"),
-    Family(name="deepseek_v32", score="sigmoid", own_cache=_INDEXED, appends=True),
+    Family(name="deepseek_v32", score="sigmoid", unrecorded=_UNKNOWN.format("indexers")),
     Family(
         name="deepseek_v4",
         score="sqrtsoftplus",
@@ -165,7 +164,7 @@ _ALL = (
     ),
     Family(name="glm4_moe", score="sigmoid"),
     Family(name="glm4_moe_lite", score="sigmoid"),
-    Family(name="glm_moe_dsa", score="sigmoid", own_cache=_INDEXED, appends=True),
+    Family(name="glm_moe_dsa", score="sigmoid", unrecorded=_UNKNOWN.format("indexers")),
     Family(name="gpt_oss", renormalize=True),
     Family(name="granitemoe", renormalize=True),
     Family(name="granitemoehybrid", renormalize=True, own_cache=_LINEAR, appends=True),

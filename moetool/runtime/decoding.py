@@ -1,9 +1,9 @@
 """Common parts of both decoders: batch forward, admission, end of a request, cache size."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,12 +39,48 @@ class Batch:
     iteration_T: tuple[int, ...]
 
 
+class RowShape(NamedTuple):
+    """Shape of a token's row in the KV cache of one layer.
+
+    Attributes:
+        heads: KV heads.
+        key_width: numbers of a key.
+        value_width: numbers of a value; 0: the row is a latent and its rotary key, and there are no values.
+        index_width: numbers of the key by which an indexer chooses the token; 0: the layer has no indexer.
+    """
+
+    heads: int
+    key_width: int
+    value_width: int
+    index_width: int = 0
+
+    @property
+    def num_values(self) -> int:
+        """Numbers of a row."""
+        return self.heads * (self.key_width + self.value_width) + self.index_width
+
+
+def row_shapes(config: Any) -> list[RowShape]:
+    """Shapes of a model's rows by layer, from its text config."""
+    shapes = []
+    for number, layer in enumerate(config.per_layer_config):
+        if is_latent(layer):
+            kinds = getattr(layer, "indexer_types", None)
+            chooses = is_indexed(layer) and not (kinds and kinds[number] == "shared")
+            width = layer.kv_lora_rank + layer.qk_rope_head_dim
+            shapes.append(RowShape(1, width, 0, layer.index_head_dim if chooses else 0))
+        else:
+            heads, width = kv_shape(layer)
+            shapes.append(RowShape(heads, width, width))
+    return shapes
+
+
 def kv_cache_bytes(config: Any, dtype: torch.dtype, kv_tokens: int) -> int:
     """Bytes of the KV cache for `kv_tokens`: whole pages, and one that belongs to nobody.
 
     Layers with a fixed-size state or a window are counted as if they kept all tokens.
     """
-    token_bytes = sum(map(_row_width, config.per_layer_config)) * dtype.itemsize
+    token_bytes = sum(shape.num_values for shape in row_shapes(config)) * dtype.itemsize
     return (-(-kv_tokens // PAGE_TOKENS) + 1) * PAGE_TOKENS * int(token_bytes)
 
 
@@ -52,14 +88,6 @@ def cache_bytes(checkpoint: Checkpoint, dtype: torch.dtype, kv_tokens: int, max_
     """Bytes of the KV cache for `kv_tokens`, paged or in caches of at most `max_requests` requests."""
     size = checkpoint.cache_size(dtype)
     return kv_cache_bytes(checkpoint.config, dtype, kv_tokens) if size is None else size.of(kv_tokens, max_requests)
-
-
-def _row_width(config: Any) -> int:
-    """Numbers that a layer keeps of a token: a latent and its rotary key, or keys and values."""
-    if is_latent(config):
-        return int(config.kv_lora_rank + config.qk_rope_head_dim)
-    heads, width = kv_shape(config)
-    return 2 * heads * width
 
 
 def kv_shape(config: Any) -> tuple[int, int]:
@@ -73,6 +101,11 @@ def kv_shape(config: Any) -> tuple[int, int]:
 def is_latent(config: Any) -> bool:
     """Whether the family has multi-head latent attention (MLA)."""
     return bool(getattr(config, "kv_lora_rank", None))
+
+
+def is_indexed(config: Any) -> bool:
+    """Whether each query of the family attends only to tokens that an indexer chooses."""
+    return bool(getattr(config, "index_topk", None))
 
 
 def check_request(model: Any, max_context: int, prompt: list[int], params: SamplingParams) -> None:
@@ -167,17 +200,48 @@ def _further_logits(
         yield piece
 
 
-def prefill(request: int, prompt: list[int], forward_id: int) -> Batch:
-    """Forward one whole prompt alone."""
-    count = len(prompt)
+class Part(NamedTuple):
+    """The tokens of one request in a forward.
+
+    Attributes:
+        start: position of the first one.
+        iteration: as in `Batch`.
+    """
+
+    request: int
+    tokens: Sequence[int]
+    start: int
+    phase: Phase
+    iteration: int
+
+
+def compose(forward_id: int, parts: Iterable[Part]) -> Batch:
+    """The forward of these requests' tokens, request after request."""
+    request_T: list[int] = []
+    phase_T: list[Phase] = []
+    position_T: list[int] = []
+    token_T: list[int] = []
+    iteration_T: list[int] = []
+    for request, tokens, start, phase, iteration in parts:
+        count = len(tokens)
+        request_T += [request] * count
+        phase_T += [phase] * count
+        position_T += range(start, start + count)
+        token_T += tokens
+        iteration_T += [iteration] * count
     info = ForwardInfo(
         forward_id=forward_id,
-        request_T=(request,) * count,
-        phase_T=(Phase.PREFILL,) * count,
-        position_T=tuple(range(count)),
-        token_id_T=tuple(prompt),
+        request_T=tuple(request_T),
+        phase_T=tuple(phase_T),
+        position_T=tuple(position_T),
+        token_id_T=tuple(token_T),
     )
-    return Batch(info=info, token_id_T=tuple(prompt), iteration_T=(0,) * count)
+    return Batch(info=info, token_id_T=tuple(token_T), iteration_T=tuple(iteration_T))
+
+
+def prefill(request: int, prompt: list[int], forward_id: int) -> Batch:
+    """Forward one whole prompt alone."""
+    return compose(forward_id, [Part(request, prompt, 0, Phase.PREFILL, 0)])
 
 
 def finish_of(token: int, done: int, params: SamplingParams, eos: frozenset[int]) -> Finish | None:

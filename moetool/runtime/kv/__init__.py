@@ -4,5 +4,6 @@ pages                        rows of every layer, and the batch that a forward r
 ledger                       which request has which page, which are reused and evicted, growth
 paged_attention              attention over pages
 latents                      multi-head latent attention over latents
+indexed                      choices of tokens for indexed attention
 kept_caches                  prefixes of families with caches of their own
 """

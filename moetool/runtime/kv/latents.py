@@ -8,10 +8,13 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from moetool.runtime.kv.indexed import choose_by_sequence
 
 _EXPANDED_BYTES = 64 << 20
 """Keys and values expanded at once."""
@@ -89,16 +92,23 @@ def attend_to_rows(
 def keep_latents(model: Any) -> Callable[[], None]:
     """Have the attention function of a model receive latents and rotary keys in place of keys and values.
 
+    Indexers choose by sequence (`moetool.runtime.kv.indexed`).
+
     Returns:
         a function that undoes it.
     """
     modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
+    indexers = [module.indexer for module in modules if getattr(module, "indexer", None) is not None]
     for module in modules:
         module.expand_kv = _unexpanded
+    for indexer in indexers:
+        indexer.forward = partial(choose_by_sequence, indexer)
 
     def undo() -> None:
         for module in modules:
             vars(module).pop("expand_kv", None)
+        for indexer in indexers:
+            vars(indexer).pop("forward", None)
 
     return undo
 

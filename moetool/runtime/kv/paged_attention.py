@@ -1,6 +1,6 @@
 """Attention over pages of keys and values, and over one plain sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moetool.kernels.cpu.attention import attend_one_query, find_attention_kernel, supports
 from moetool.models.transformers_internals import attention_of
+from moetool.runtime.kv.indexed import indexed_arguments
 from moetool.runtime.kv.latents import Expansion, attend_to_rows, is_unexpanded
 from moetool.runtime.kv.pages import PLAIN, KvBatch
 
@@ -76,6 +77,7 @@ def paged_attention(
     kv_batch: KvBatch | str | None = None,
     recorder: Any = None,
     s_aux: torch.Tensor | None = None,
+    indices: Sequence[torch.Tensor | None] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a batch of concatenated sequences, each over its own keys only; writes the new keys and values.
@@ -88,6 +90,7 @@ def paged_attention(
         recorder: records the call (`moetool.runtime.steps.recorder`); nothing is computed.
         kv_batch: the batch and its pages; `PLAIN`: one whole sequence, without pages.
         s_aux: attention sinks: for each head the score of a further key, whose value is 0.
+        indices: for each sequence, the keys that an indexer has chosen (`moetool.runtime.kv.indexed`).
 
     Shapes:
         query [1, heads, sum of query lengths, head]; key and value likewise with the KV heads, new tokens only.
@@ -102,7 +105,7 @@ def paged_attention(
         values = {"scaling": scaling, "window": sliding_window, "sinks": s_aux, "expansion": expansion}
         return recorder.record_attention(module, query, key, value, values), None
     if is_unexpanded(module):
-        return attend_latents(module, query, key, value, scaling, kv_batch), None
+        return attend_latents(module, query, (key, value), scaling, kv_batch, indices), None
     if kv_batch == PLAIN:
         return attend(query, key, value, scaling, sliding_window, s_aux).transpose(1, 2).contiguous(), None
     kv_batch = _require_batch(module, kv_batch)
@@ -127,20 +130,30 @@ def paged_attention(
 def attend_latents(
     module: Any,
     query: torch.Tensor,
-    latent: torch.Tensor,
-    rotary: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
     scaling: float | None,
     kv_batch: KvBatch | str | None,
+    choices: Sequence[torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
-    """Attention [1, T, heads, value] as `paged_attention`, from latents and rotary keys of the new tokens."""
-    expansion, alone = Expansion.of(module), partial(attend, scaling=scaling, window=None)
-    row_T1W = torch.cat([latent, rotary], dim=-1)[0].transpose(0, 1)
+    """Attention [1, T, heads, value] as `paged_attention`, from latents and rotary keys of the new tokens.
+
+    Args:
+        choices: `indices` of `paged_attention`.
+    """
+    expansion = Expansion.of(module)
+    row_T1W = torch.cat(new, dim=-1)[0].transpose(0, 1)
     if kv_batch == PLAIN:
+        alone = _causal_or_chosen(scaling, None if choices is None else choices[0])
         return attend_to_rows(expansion, query, row_T1W[:, 0], alone).transpose(1, 2).contiguous()
     kv_batch = _require_batch(module, kv_batch)
+    allowed: dict[int, torch.Tensor | None] = {}
+    if choices is not None:
+        allowed = dict(zip(kv_batch.query_ends, choices, strict=False))
+        kv_batch = kv_batch.of_chosen(choices)
     rows = kv_batch.pages.keys[module.layer_idx]
     rows.index_copy_(0, kv_batch.write_row_T, row_T1W)
     if kv_batch.decode is not None:
+        assert choices is None, "fixed shapes have all keys"
         sums_BHW = _decode(expansion.absorb(query[0])[None], (rows, rows), kv_batch.decode, scaling)[0]
         return expansion.values(sums_BHW.transpose(0, 1)).transpose(0, 1)[None].contiguous()
     spans = kv_batch.spans(None, compiled_for_rows(query, rows))
@@ -154,9 +167,17 @@ def attend_latents(
         output[0].index_copy_(0, row_B, expansion.values(sums_BHW.transpose(0, 1)).transpose(0, 1))
     row_NW = (row_T1W if spans.rows is None else rows.index_select(0, spans.rows))[:, 0]
     for begin, end, first, last in spans.others:
+        alone = _causal_or_chosen(scaling, allowed.get(begin) if end - begin > 1 else None)
         one = attend_to_rows(expansion, query[:, :, begin:end], row_NW[first:last], alone)
         output[:, begin:end] = one.transpose(1, 2)
     return output
+
+
+def _causal_or_chosen(scaling: float | None, allowed_TN: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+    """Attention of one sequence to all keys up to each query's own, or to allowed ones."""
+    if allowed_TN is None:
+        return partial(attend, scaling=scaling, window=None)
+    return partial(_scored, scaling=scaling, mask=allowed_TN)
 
 
 def compiled_for_rows(query: torch.Tensor, rows: torch.Tensor) -> bool:
@@ -176,7 +197,7 @@ def _require_batch(module: Any, kv_batch: KvBatch | str | None) -> KvBatch:
 
 def plain_arguments(model: Any) -> dict[str, Any]:
     """Arguments of a forward of one whole sequence, whichever attention the model has."""
-    return {"kv_batch": PLAIN} if attention_of(model) == PAGED else {}
+    return {"kv_batch": PLAIN, **indexed_arguments(model)} if attention_of(model) == PAGED else {}
 
 
 def _decode(

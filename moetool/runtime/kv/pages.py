@@ -4,47 +4,18 @@ A page is `PAGE_TOKENS` consecutive rows of every layer; `moetool.runtime.kv.led
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
 
 from moetool.kernels.cpu.attention import OneQuery
-from moetool.runtime.decoding import PAGE_TOKENS, is_latent, kv_shape
+from moetool.runtime.decoding import PAGE_TOKENS, RowShape
 
 PLAIN: Final = "one whole sequence"
 """In place of a `KvBatch`, for a forward of one sequence without a cache."""
-
-
-class RowShape(NamedTuple):
-    """Shape of a token's row in the KV cache of one layer.
-
-    Attributes:
-        heads: KV heads.
-        key_width: numbers of a key.
-        value_width: numbers of a value; 0: the row is a latent and its rotary key, and there are no values.
-    """
-
-    heads: int
-    key_width: int
-    value_width: int
-
-    @property
-    def num_values(self) -> int:
-        """Numbers of a row."""
-        return self.heads * (self.key_width + self.value_width)
-
-
-def row_shapes(config: Any) -> list[RowShape]:
-    """Shapes of a model's rows by layer, from its text config."""
-    return [
-        RowShape(1, layer.kv_lora_rank + layer.qk_rope_head_dim, 0)
-        if is_latent(layer)
-        else RowShape(heads, width, width)
-        for layer, (heads, width) in zip(config.per_layer_config, map(kv_shape, config.per_layer_config), strict=True)
-    ]
 
 
 class Spans(NamedTuple):
@@ -73,6 +44,7 @@ class KvBatch:
         key_rows: rows of all keys, sequence by sequence, int64.
         decode: the keys in tensors of fixed shapes (`moetool.runtime.kv.paged_attention.DecodeRows`), if every
             sequence has one new token and all attend in one call.
+        cached: whether there are earlier keys (default: if there are more keys than new tokens).
     """
 
     pages: "KvPages"
@@ -81,7 +53,33 @@ class KvBatch:
     write_row_T: torch.Tensor
     key_rows: torch.Tensor
     decode: Any = None
+    cached: bool | None = None
     _spans: dict[tuple[int | None, bool], Spans] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.cached is None:
+            self.cached = self.key_ends[-1] > self.query_ends[-1]
+
+    @property
+    def sequences(self) -> list[tuple[int, int, int, int]]:
+        """For each sequence the ends of its new tokens, and of its keys in `key_rows`."""
+        ends = zip(pairwise(self.query_ends), pairwise(self.key_ends), strict=True)
+        return [(*queries, *keys) for queries, keys in ends]
+
+    def of_chosen(self, choices: Sequence[torch.Tensor | None]) -> "KvBatch":
+        """The batch in which each sequence with one new token has only the keys that it attends to.
+
+        Args:
+            choices: for each sequence, which query attends to which key, bool [t, N]; None: to all before it.
+        """
+        rows = []
+        for (_, _, first, last), allowed_TN in zip(self.sequences, choices, strict=True):
+            chosen = slice(None) if allowed_TN is None or len(allowed_TN) > 1 else allowed_TN[0]
+            rows.append(self.key_rows[first:last][chosen])
+        ends = list(accumulate(map(len, rows), initial=0))
+        if ends == self.key_ends:
+            return self
+        return replace(self, key_ends=ends, key_rows=torch.cat(rows), _spans={})
 
     def spans(self, window: int | None, compiled: bool) -> Spans:
         """Divide the sequences, once for all layers alike.
@@ -96,22 +94,23 @@ class KvBatch:
         return found
 
     def _divide(self, window: int | None, compiled: bool) -> Spans:
-        cached = self.key_ends[-1] > self.query_ends[-1]
         singles: list[OneQuery] = []
         others: list[tuple[int, int, int, int]] = []
         rows: list[torch.Tensor] = []
         num_rows = 0
-        for (begin, end), (first, last) in zip(pairwise(self.query_ends), pairwise(self.key_ends), strict=True):
+        for begin, end, first, last in self.sequences:
             length = end - begin
             if window is not None:
                 first = max(first, last - window - length + 1)
-            if length == 1 and compiled and cached:
+            if length == 1 and compiled and self.cached:
                 singles.append(OneQuery(begin, first, last))
                 continue
             others.append((begin, end, num_rows, num_rows + last - first))
             rows.append(self.key_rows[first:last])
             num_rows += last - first
-        return Spans(singles, others, (rows[0] if len(rows) == 1 else torch.cat(rows)) if cached and rows else None)
+        return Spans(
+            singles, others, (rows[0] if len(rows) == 1 else torch.cat(rows)) if self.cached and rows else None
+        )
 
 
 class KvPages(Cache):
@@ -126,6 +125,7 @@ class KvPages(Cache):
         keys: by layer, [rows, heads, key_width], contiguous. Memory is used from the first write on. The first page
             belongs to nobody and holds zeros, for positions beyond a sequence.
         values: likewise, None for a layer with latents.
+        index_keys: by layer, [rows, index_width], None for a layer without an indexer.
         batch: the batch of the forward that runs.
     """
 
@@ -135,13 +135,14 @@ class KvPages(Cache):
         self.batch: KvBatch | None = None
         num_rows = (num_pages + 1) * PAGE_TOKENS
 
-        def rows(heads: int, width: int) -> torch.Tensor:
-            made = torch.empty(num_rows, heads, width, dtype=dtype, device=device)
+        def rows(*shape: int) -> torch.Tensor:
+            made = torch.empty(num_rows, *shape, dtype=dtype, device=device)
             made[:PAGE_TOKENS].zero_()
             return made
 
         self.keys = [rows(shape.heads, shape.key_width) for shape in shapes]
         self.values = [rows(shape.heads, shape.value_width) if shape.value_width else None for shape in shapes]
+        self.index_keys = [rows(shape.index_width) if shape.index_width else None for shape in shapes]
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -151,11 +152,12 @@ class KvPages(Cache):
         self.batch = None
         self.keys.clear()
         self.values.clear()
+        self.index_keys.clear()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The rows of all layers."""
-        return [*self.keys, *(value for value in self.values if value is not None)]
+        return [rows for rows in (*self.keys, *self.values, *self.index_keys) if rows is not None]
 
     def rows_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values."""

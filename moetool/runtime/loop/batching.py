@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from moetool.base.errors import MismatchError, UsageError
-from moetool.base.types import ForwardInfo, Phase
+from moetool.base.types import Phase
 from moetool.kernels.cpu.attention import find_attention_kernel
 from moetool.models.cache_argument import cache_argument
 from moetool.models.experts.moe_layers import MoeLayer
@@ -32,18 +32,23 @@ from moetool.runtime.decode_graphs import DecodeGraphs
 from moetool.runtime.decoding import (
     PAGE_TOKENS,
     Batch,
+    Part,
     check_request,
+    compose,
     context_of,
     eos_ids,
     finish_of,
+    is_indexed,
+    row_shapes,
     score_prompt,
 )
 from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.kv.indexed import indexed_arguments
 from moetool.runtime.kv.kept_prefixes import PrefixFile
 from moetool.runtime.kv.latents import keep_latents
 from moetool.runtime.kv.ledger import PageLedger, PageTable
 from moetool.runtime.kv.paged_attention import PAGED, DecodeRows, paged_attention, plain_arguments
-from moetool.runtime.kv.pages import KvBatch, KvPages, row_shapes
+from moetool.runtime.kv.pages import KvBatch, KvPages
 from moetool.runtime.loop.batched_sampling import on_device
 from moetool.runtime.loop.prompt_chunks import PromptChunks
 from moetool.runtime.loop.sampling import Sampler
@@ -86,6 +91,12 @@ class _Request:
     def decodes(self) -> bool:
         """Whether its prompt has been forwarded."""
         return self.held >= self.whole
+
+    def part(self, count: int) -> Part:
+        """Its next tokens, as a part of a batch."""
+        tokens = self.tokens[self.held : self.held + count]
+        phase = Phase.DECODE if self.decodes else Phase.PREFILL
+        return Part(self.number, tokens, self.held, phase, len(self.tokens) - self.num_prompt)
 
 
 class Batcher:
@@ -143,7 +154,7 @@ class Batcher:
         self.stalled_s: Callable[[], float] = float
         self.graphs: DecodeGraphs | None = None
         self.recorded: RecordedSteps | None = None
-        self.fixed_shapes = model.device.type == "cuda"
+        self.fixed_shapes = model.device.type == "cuda" and not is_indexed(model.config.get_text_config())
         self.max_requests = max_requests
         self._unreserved = max_requests if unreserved is None else unreserved
         self.max_batch_tokens = max_batch_tokens
@@ -153,12 +164,13 @@ class Batcher:
         self._running: list[_Request] = []  # in the order in which they have begun
         self._restarts = False  # whether a request lost its pages, and none has ended since
         self._forward_id = 0
-        shapes = row_shapes(model.config.get_text_config())
+        config = model.config.get_text_config()
+        shapes = row_shapes(config)
         if model.device.type == "cpu" and model.dtype == torch.bfloat16:
-            for layer, (heads, width, _) in zip(model.config.per_layer_config, shapes, strict=True):
+            for layer, shape in zip(config.per_layer_config, shapes, strict=True):
                 queries = getattr(layer, "num_attention_heads", None) or 0
-                if heads and queries and queries % heads == 0:  # no request waits for a compiler
-                    find_attention_kernel(queries // heads, width)
+                if shape.heads and queries and queries % shape.heads == 0:  # no request waits for a compiler
+                    find_attention_kernel(queries // shape.heads, shape.key_width)
         num_pages = -(-kv_tokens // PAGE_TOKENS)
         self._pages = KvPages(shapes, num_pages, model.dtype, model.device)
         self._ledger = PageLedger(
@@ -170,7 +182,7 @@ class Batcher:
         self.kv_tokens = num_pages * PAGE_TOKENS
         self.kv_bytes = sum(tensor.nbytes for tensor in self._pages.tensors)
         parameters = inspect.signature(model.forward).parameters
-        self._arguments = {cache_argument(model): self._pages, "use_cache": True}
+        self._arguments = {cache_argument(model): self._pages, "use_cache": True, **indexed_arguments(model)}
         self._keeps_logits = "logits_to_keep" in parameters
         self._sampler = Sampler(self._eos)
         self._prefixes: PrefixFile | None = None
@@ -368,13 +380,10 @@ class Batcher:
 
     def _forward(self, batch: list[tuple[_Request, int]]) -> tuple[list[_Request], list[int]]:
         """Forward the batch; returns the requests that have a new token, and these tokens."""
-        info, kv_batch, inputs = self._compose(batch)
+        composed = compose(self._forward_id, (request.part(count) for request, count in batch))
         if self.on_forward is not None:
-            iteration_T = tuple(
-                len(request.tokens) - request.num_prompt for request, count in batch for _ in range(count)
-            )
-            assert info.token_id_T is not None
-            self.on_forward(Batch(info=info, token_id_T=info.token_id_T, iteration_T=iteration_T))
+            self.on_forward(composed)
+        kv_batch, inputs = self._inputs(batch, composed)
         self._pages.batch = kv_batch
         inputs |= {"kv_batch": kv_batch, **self._arguments}
         ready = [request for request, count in batch if request.held + count == len(request.tokens)]
@@ -391,36 +400,20 @@ class Batcher:
             scores_BV = self._sampler.apply([str(request.number) for request in ready], logits_BV.float())
             return ready, scores_BV.argmax(-1)[: len(ready)].tolist()
 
-    def _compose(self, batch: list[tuple[_Request, int]]) -> tuple[ForwardInfo, KvBatch, dict[str, Any]]:
-        """The batch for observers and for attention, and the model's inputs."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        request_T: list[int] = []
-        phase_T: list[Phase] = []
-        for request, count in batch:
-            tokens += request.tokens[request.held : request.held + count]
-            positions += range(request.held, request.held + count)
-            request_T += [request.number] * count
-            phase_T += [Phase.DECODE if request.decodes else Phase.PREFILL] * count
-        info = ForwardInfo(
-            forward_id=self._forward_id,
-            request_T=tuple(request_T),
-            phase_T=tuple(phase_T),
-            position_T=tuple(positions),
-            token_id_T=tuple(tokens),
-        )
+    def _inputs(self, batch: list[tuple[_Request, int]], composed: Batch) -> tuple[KvBatch, dict[str, Any]]:
+        """The batch for attention, and the model's inputs."""
         query_ends = list(accumulate((count for _, count in batch), initial=0))
         key_ends = list(accumulate((request.held + count for request, count in batch), initial=0))
         rows = [(request.table.rows, request.held, request.held + count) for request, count in batch]
         arrays = {
-            "tokens": np.array(tokens),
-            "positions": np.array(positions),
+            "tokens": np.array(composed.token_id_T),
+            "positions": np.array(composed.info.position_T),
             "write_rows": np.concatenate([row[held:end] for row, held, end in rows]),
             "kept": np.array(query_ends[1:]) - 1,
             "key_ends": np.array(key_ends),
             "key_rows": np.concatenate([row[:end] for row, _, end in rows]),
         }
-        found = self._tensors(arrays, fixed=self.fixed_shapes and len(tokens) == len(batch))
+        found = self._tensors(arrays, fixed=self.fixed_shapes and query_ends[-1] == len(batch))
         kv_batch = KvBatch(
             pages=self._pages,
             query_ends=query_ends,
@@ -429,7 +422,7 @@ class Batcher:
             key_rows=found["key_rows"],
         )
         inputs = {"input_ids": found["tokens"][None], "position_ids": found["positions"][None]}
-        return info, kv_batch, inputs | ({"logits_to_keep": found["kept"]} if self._keeps_logits else {})
+        return kv_batch, inputs | ({"logits_to_keep": found["kept"]} if self._keeps_logits else {})
 
     def _tensors(self, arrays: dict[str, np.ndarray], *, fixed: bool) -> dict[str, torch.Tensor]:
         """Integer vectors on the model's device, in one transfer; if fixed, always in the same memory.

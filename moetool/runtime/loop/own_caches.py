@@ -1,6 +1,6 @@
 """Batches of requests that each keep a transformers cache of their own, for families that pages cannot hold.
 
-Pages do not hold linear, chunked and indexed attention and fixed-size states. With the model's own attention
+Pages do not hold linear and chunked attention and fixed-size states. With the model's own attention
 and cache they run as in `generate`. The forwards of the requests meet at every MoE layer
 (`moetool.runtime.loop.joint_forwards`), so that experts are loaded and multiplied once for all.
 """
@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from moetool.base.families import own_cache, resumes_cache
-from moetool.base.types import ForwardInfo, Phase
+from moetool.base.types import Phase
 from moetool.models.cache_argument import cache_argument
 from moetool.models.cache_size import CacheSize
 from moetool.runtime.decoding import (
     Batch,
+    Part,
     check_request,
+    compose,
     context_of,
     eos_ids,
     finish_of,
@@ -76,9 +78,11 @@ class _Request:
         return self.answer[-1:] or self.prompt[self.held : self.held + self.take]
 
     @property
-    def start(self) -> int:
-        """Position of the first of them."""
-        return len(self.prompt) + len(self.answer) - 1 if self.answer else self.held
+    def part(self) -> Part:
+        """These tokens, as a part of a batch."""
+        iteration = len(self.answer)
+        phase, start = (Phase.DECODE, len(self.prompt) + iteration - 1) if iteration else (Phase.PREFILL, self.held)
+        return Part(self.number, self.coming, start, phase, iteration)
 
 
 class OwnCaches:
@@ -296,14 +300,15 @@ class OwnCaches:
     def _forward(self, requests: list[_Request]) -> torch.Tensor:
         """Forward each request's next tokens; returns the logits [R, V] float32 of the following tokens."""
         if self.on_forward is not None:
-            self.on_forward(_batch(requests, self._forward_id))
+            self.on_forward(compose(self._forward_id, (request.part for request in requests)))
         with torch.inference_mode():
             made = self._joint.run([partial(self._forward_one, request) for request in requests])
         return torch.cat(made).float().clone()
 
     def _forward_one(self, request: _Request) -> torch.Tensor:
-        coming = torch.tensor([request.coming], device=self.model.device)
-        positions = torch.arange(request.start, request.start + coming.shape[1], device=self.model.device)[None]
+        part = request.part
+        coming = torch.tensor([part.tokens], device=self.model.device)
+        positions = torch.arange(part.start, part.start + len(part.tokens), device=self.model.device)[None]
         held = {self._cache_argument: request.cache}
         made = self.model(coming, position_ids=positions, use_cache=True, logits_to_keep=1, **held)
         first, request.cache = request.cache is None, made[self._cache_argument]
@@ -339,27 +344,3 @@ class OwnCaches:
         self._sampler.remove(str(number))
         if request in self._inside:
             self._inside.remove(request)
-
-
-def _batch(requests: list[_Request], forward_id: int) -> Batch:
-    """Tokens of the next forward, request after request."""
-    request_T: list[int] = []
-    phase_T: list[Phase] = []
-    position_T: list[int] = []
-    token_T: list[int] = []
-    iteration_T: list[int] = []
-    for request in requests:
-        count, start = len(request.coming), request.start
-        request_T += [request.number] * count
-        phase_T += [Phase.DECODE if request.answer else Phase.PREFILL] * count
-        position_T += range(start, start + count)
-        token_T += request.coming
-        iteration_T += [len(request.answer)] * count
-    info = ForwardInfo(
-        forward_id=forward_id,
-        request_T=tuple(request_T),
-        phase_T=tuple(phase_T),
-        position_T=tuple(position_T),
-        token_id_T=tuple(token_T),
-    )
-    return Batch(info=info, token_id_T=tuple(token_T), iteration_T=tuple(iteration_T))

@@ -134,12 +134,13 @@ class Sampler:
         """
         if self._batched or (self._batched is None and scores_BV.device.type != "cpu"):
             return self._apply_together(requests, scores_BV)
+        sound_B = scores_BV.amax(-1).isfinite().tolist()  # the maximum of a row with a NaN is NaN
         for row, request in enumerate(requests):
             choice = self._choices.get(request)
             if choice is None:
                 continue  # cancelled while its forward ran
             scores_V = scores_BV[row]
-            if not scores_V.max().isfinite():  # the maximum of a row with a NaN is NaN
+            if not sound_B[row]:
                 choice.broken = NOT_NUMBERS
                 scores_V.zero_()
             if choice.params.logprobs is not None:

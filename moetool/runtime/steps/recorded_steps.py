@@ -44,6 +44,8 @@ class RecordedSteps:
         self._steps: dict[int, LoweredStep] = {}
         self._scores = torch.zeros(0)
         self.refused = "" if model.dtype == torch.bfloat16 else f"the data type is {str(model.dtype)[6:]}"
+        if any(keys is not None for keys in pages.index_keys):
+            self.refused = "recorded steps have no function for its indexers"
         self.steps = self.calls = 0
         self.record_s = 0.0
         self._watched = {id(layer.router) for layer in layers} | {id(layer.experts) for layer in layers}

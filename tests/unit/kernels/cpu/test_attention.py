@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from moetool.kernels.cpu.attention import OneQuery, attend_one_query, find_attention_kernel
-from moetool.runtime.decoding import PAGE_TOKENS
+from moetool.runtime.decoding import PAGE_TOKENS, RowShape
 from moetool.runtime.kv.paged_attention import paged_attention
-from moetool.runtime.kv.pages import KvBatch, KvPages, RowShape
+from moetool.runtime.kv.pages import KvBatch, KvPages
 
 SLOTS = 300
 

@@ -16,11 +16,12 @@ from moetool.kernels.cpu.attention import OneQuery, attend_one_query
 from moetool.kernels.cpu.program import Program
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full
-from moetool.runtime.decoding import kv_cache_bytes
+from moetool.runtime.decoding import is_indexed, kv_cache_bytes, row_shapes
+from moetool.runtime.kv import indexed
 from moetool.runtime.kv import paged_attention as paged_attention_module
 from moetool.runtime.kv.latents import Expansion, attend_to_rows, keep_latents
 from moetool.runtime.kv.paged_attention import attend, paged_attention
-from moetool.runtime.kv.pages import KvBatch, row_shapes
+from moetool.runtime.kv.pages import KvBatch
 from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.request import Output, SamplingParams
 from tests import families
@@ -29,9 +30,13 @@ TEXT = [(7 * i + 3) % 60 + 3 for i in range(90)]
 POSITIONS = 1000
 
 
-@pytest.fixture(params=["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"])
+SHARED = {"indexer_types": ["full", "shared", "full"]}
+INDEX_WIDTHS = {"deepseek_v32": [16, 16, 16], "glm_moe_dsa": [16, 0, 16]}
+
+
+@pytest.fixture(params=["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    families.save(request.param, tmp_path)
+    families.save(request.param, tmp_path, **(SHARED if request.param == "glm_moe_dsa" else {}))
     return load_full(Checkpoint.open(tmp_path), torch.float32).model
 
 
@@ -47,11 +52,12 @@ def _run(batcher: Batcher, prompts: list[list[int]], count: int = 6) -> list[lis
 
 
 @pytest.mark.parametrize("fixed_shapes", [False, True])
-def test_logits_are_those_of_the_expanded_form(model: Any, fixed_shapes: bool) -> None:
-    """Two prompts in chunks of 24, and their answers together."""
+def test_logits_are_those_of_the_expanded_form(model: Any, fixed_shapes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts in chunks of 24, and their answers together; indexers score three queries at once."""
+    monkeypatch.setattr(indexed, "MOST_SCORES", 2000)
     made: list[torch.Tensor] = []
     batcher = Batcher(model, max_requests=2, kv_tokens=256, max_batch_tokens=24)
-    batcher.fixed_shapes = fixed_shapes
+    batcher.fixed_shapes = fixed_shapes and not is_indexed(model.config)
     hook = model.lm_head.register_forward_hook(lambda module, args, output: made.append(output[0].clone()))
     prompts = [TEXT[:40], TEXT[40:70]]
     answers = _run(batcher, prompts)
@@ -67,7 +73,9 @@ def test_logits_are_those_of_the_expanded_form(model: Any, fixed_shapes: bool) -
 
 def test_pages_hold_one_row_per_token_and_prefixes_share_them(model: Any) -> None:
     config = model.config.get_text_config()
-    assert {tuple(shape) for shape in row_shapes(config)} == {(1, 16 + 8, 0)}
+    shapes = row_shapes(config)
+    assert {tuple(shape)[:3] for shape in shapes} == {(1, 16 + 8, 0)}
+    assert [shape.index_width for shape in shapes] == INDEX_WIDTHS.get(config.model_type, [0] * len(shapes))
     batcher = Batcher(model, max_requests=2, kv_tokens=256, prefix_caching=True)
     assert batcher.kv_bytes == kv_cache_bytes(config, torch.float32, 256)
     first = _run(batcher, [TEXT[:50]])
@@ -98,15 +106,18 @@ def test_a_forward_without_its_batch_is_refused(model: Any) -> None:
     undo()
 
 
-def test_the_compiled_kernel_computes_a_batch_as_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_the_compiled_kernel_computes_a_batch_as_torch_does(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every attention of a run, prompts beside answers, computed both ways from the same pages."""
-    families.save("deepseek_v3", tmp_path, kv_lora_rank=24)
+    families.save(family, tmp_path, kv_lora_rank=24)
     model = load_full(Checkpoint.open(tmp_path), torch.bfloat16).model
     attended, compiled = paged_attention_module.attend_latents, paged_attention_module.compiled_for_rows
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def twice(*arguments: Any) -> torch.Tensor:
-        batch = arguments[-1]
+        batch = arguments[4]
         assert isinstance(batch, KvBatch)
         made = attended(*arguments)
         if batch.spans(None, True).singles:
@@ -240,6 +251,7 @@ LITE = {"num_hidden_layers": 27, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     [
         ("deepseek_v3", {}, 70_272),
         ("deepseek_v2", LITE, 31_104),
+        ("deepseek_v32", {}, 85_888),
         ("qwen3_moe", QWEN, 98_304),
         ("mixtral", MIXTRAL, 131_072),
         ("glm4_moe", GLM, 188_416),

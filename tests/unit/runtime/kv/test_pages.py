@@ -10,8 +10,9 @@ from moetool.kernels.cpu.attention import OneQuery
 from moetool.models.cache_argument import cache_argument
 from moetool.models.loading import LoadedModel
 from moetool.models.transformers_internals import attention_of
+from moetool.runtime.decoding import RowShape
 from moetool.runtime.kv.paged_attention import PAGED, paged_attention
-from moetool.runtime.kv.pages import KvBatch, KvPages, RowShape
+from moetool.runtime.kv.pages import KvBatch, KvPages
 from tests.refusals import refused
 
 CPU = torch.device("cpu")
@@ -36,10 +37,21 @@ def test_sequences_are_divided_by_what_computes_their_attention() -> None:
     assert _batch(batch.pages, [0, 1, 4], [0, 1, 4]).spans(None, True).rows is None  # nothing is cached
 
 
+def test_a_single_query_has_only_the_keys_that_an_indexer_chose() -> None:
+    batch = _batch(KvPages([], 4, torch.float32, CPU), [0, 1, 4, 5], [0, 5, 10, 12])
+    chosen = torch.tensor([[True, False, False, True, True]])
+    made = batch.of_chosen([chosen, torch.ones(3, 5, dtype=torch.bool), None])
+    assert made.key_rows.tolist() == [4, 7, 8, *range(9, 16)] and made.key_ends == [0, 3, 8, 10]
+    assert made.spans(None, True).singles == [OneQuery(0, 0, 3), OneQuery(4, 8, 10)]
+    assert batch.of_chosen([None, None, None]) is batch
+    one = _batch(batch.pages, [0, 1], [0, 2]).of_chosen([torch.tensor([[True, False]])])
+    assert one.spans(None, False).rows is not None  # its key is an earlier token's
+
+
 def test_a_layer_of_latents_has_one_row_and_the_model_writes_none() -> None:
-    pages = KvPages([RowShape(2, 8, 8), RowShape(1, 20, 0)], 3, torch.float32, CPU)
+    pages = KvPages([RowShape(2, 8, 8), RowShape(1, 20, 0, 6)], 3, torch.float32, CPU)
     assert len(pages) == 2 and pages.values[1] is None
-    assert [tensor.shape for tensor in pages.tensors] == [(16, 2, 8), (16, 1, 20), (16, 2, 8)]
+    assert [tensor.shape for tensor in pages.tensors] == [(16, 2, 8), (16, 1, 20), (16, 2, 8), (16, 6)]
     pages.batch = _batch(pages, [0, 2], [0, 2])
     latent, rotary = torch.randn(1, 1, 2, 16), torch.randn(1, 1, 2, 4)
     given = pages.update(latent, rotary, 1, kwargs={})

@@ -13,8 +13,8 @@ from moetool.base.families import FAMILIES
 from moetool.kernels import norms
 from moetool.kernels.cpu import matmul
 from moetool.models.experts.moe_layers import moe_layers
+from moetool.runtime.decoding import row_shapes
 from moetool.runtime.kv.latents import Expansion, is_unexpanded, keep_latents
-from moetool.runtime.kv.pages import row_shapes
 from moetool.runtime.steps.lowering import LoweredStep, PageStrides, lower
 from moetool.runtime.steps.recorder import Unrecordable, record_step
 from tests import families
@@ -72,7 +72,7 @@ def _model(family: str, **changed: Any) -> Any:
 
 
 def _lowered(model: Any, rows: int) -> LoweredStep:
-    heads, width, _ = row_shapes(model.config)[0]
+    heads, width, *_ = row_shapes(model.config)[0]
     strides = PageStrides(*[2 * heads * width, 2 * width] * 2)
     return lower(record_step(model, moe_layers(model), rows), lambda layer: strides, lambda layer: None)
 
@@ -87,7 +87,7 @@ def _run(model: Any, step: LoweredStep, ids: torch.Tensor, positions: torch.Tens
             tree_leaves(call.output), tree_leaves(call.module(*call.args, **call.kwargs)), strict=True
         ):
             target.copy_(made)
-    heads, width, value_width = row_shapes(model.config)[0]
+    heads, width, value_width, _ = row_shapes(model.config)[0]
     pages = torch.full((len(step.pages_L5), 2, _ROWS, heads, width), torch.nan, dtype=torch.bfloat16)
     places, spans = torch.arange(rows) + 5, torch.tensor([[row, 1] for row in range(rows)])
     room = torch.zeros(step.score_bytes[0] * rows + step.score_bytes[1])
