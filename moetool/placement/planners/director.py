@@ -57,8 +57,9 @@ class Options:
             most 12 steps, and adds two copies per layer; up to 2,048 variables, two to four times as many
             (`tests/bench/test_placement_reach.py`). A layer starts from its current copies where they cost no more than
             the new placement before its copies. Without a current placement and with room for copies in each layer, it
-            improves the better of EPLB's and the one with the fewest remote calls, by swaps. None: if all layers have
-            more than 4,096 variables together with room for copies, or 262,144 without.
+            improves the better of EPLB's and the one with the fewest remote calls, by swaps; otherwise it takes that
+            where it is better than the search. None: if all layers have more than 4,096 variables together with room
+            for copies, or 262,144 without.
         seconds: time limit of the search, after which the best placement so far is taken (0: none). Layers get equal
             shares, half of them for copies. The placement then depends on the machine's speed.
     """
@@ -135,6 +136,13 @@ def place(problem: Problem, options: Options) -> np.ndarray:
             search.run(most, until)
             placed_GLE[:, layer] = search.placed_GE
         problem.on_progress(len(tasks) + layer + 1 if options.replicas else total, total)
+    if copied and time.perf_counter() < ends:
+        quick = replace(problem, on_progress=lambda done, total: None)
+        improved_GLE = _improved(quick, _packed(problem, room_GL), room_GL, ends)
+        for layer in range(problem.spec.num_layers):
+            both = (placed_GLE[:, layer].copy(), improved_GLE[:, layer].copy())
+            searches = [CopySearch(problem, layer, one_GE, room_GL[:, layer]) for one_GE in both]
+            placed_GLE[:, layer] = min(searches, key=lambda one: one.cost).placed_GE
     return placed_GLE
 
 

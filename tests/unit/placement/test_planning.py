@@ -102,7 +102,10 @@ def test_slots_that_do_not_fit_are_refused(counts: ExpertCounts) -> None:
         Setting(profile=Path("p.json"), machine="h100-node")
 
 
-def test_a_comparison_prices_the_migration_from_the_engines_map(counts: ExpertCounts) -> None:
+def test_a_comparison_prices_the_migration_from_the_engines_map(counts: ExpertCounts, tmp_path: Path) -> None:
+    with durable.staged_directory(tmp_path / "six") as folder:
+        write_counts(folder, Counted(spec=SPEC, counts_WLE=counts.counts_WLE[:6]), {})
+    counts = ExpertCounts(tmp_path / "six")  # the same experts stay hot
     names = ["uniform", "eplb_global", "eplb_hierarchical", "prism_exact", "director", "redundant"]
     setting = Setting(engine="sglang", slots_per_gpu=3, machine="h100-node")
     found = compare({WHOLE: counts}, _machines(4, 1, 8), names, split=0.5, setting=setting)
@@ -144,6 +147,16 @@ def test_director_with_copies_is_no_worse_than_its_starts(counts: ExpertCounts, 
             for name in ("director", "eplb_global", "prism_exact")
         }
         assert found["director"].latency <= min(each.latency for each in found.values()) * (1 + 1e-9)
+
+
+def test_director_copies_everything_where_memory_allows() -> None:
+    """Copies one at a time do not lower the larger of two equal directions of traffic."""
+    problem = make_problem(SPEC, make_cluster([[32], [32]], slot_bytes=BYTES))
+    found, whole = (
+        score(problem, placed_GLE, bounds=False)
+        for placed_GLE in (place("director", problem), np.ones((2, 2, 16), bool))
+    )
+    assert found.latency <= whole.latency * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(6))
