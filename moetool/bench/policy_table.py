@@ -22,6 +22,8 @@ from moetool.tuning.replay_jobs import replay_with_jobs
 BOUND = "belady"
 BY_LAYER = ("lru", "lfu", "lfru", "foresight")
 """Policies that also run with a pool per layer."""
+WHOLE_LAYERS = ("layerwise", "moesys")
+"""Policies that load every layer whole in every forward, whatever ran before: replayed from the cold start alone."""
 STARTS = {
     "cold": "from an empty pool",
     "task": "after other requests of the task",
@@ -113,7 +115,10 @@ def tables(made: BenchResult) -> Iterator[Any]:
                 [policy, *(_spelled(cells.get((policy, start, share))) for start in mine for share in shares)]
                 for policy in sorted(dict.fromkeys(policy for policy, _, _ in cells), key=loads)
             ],
-            notes=tuple(f"{start}: {STARTS[start]}" for start in mine),
+            notes=(
+                *(f"{start}: {STARTS[start]}" for start in mine),
+                f"{' and '.join(WHOLE_LAYERS)} load every layer whole, whatever ran before: cold only",
+            ),
         )
 
 
@@ -142,7 +147,7 @@ def figures(made: BenchResult) -> dict[str, ExperimentResult]:
     return found
 
 
-_DRAWN = 8  # policies of a figure
+_DRAWN = 6  # policies of a figure
 
 
 def _spelled(row: Row | None) -> str:
@@ -232,7 +237,7 @@ def _rows(trace: Trace, start: str, chosen: ChosenRequests, options: PolicyTable
     spec = trace.spec
     requests = frozenset((*before, *chosen.counted))
     setup = ReplaySetup(requests=requests, sequential=True, warm_tokens=warm, pool_unit="slots", jobs=options.jobs)
-    names = servable(trace, None)
+    names = [name for name in servable(trace, None) if start == "cold" or name not in WHOLE_LAYERS]
     for share in options.shares:
         budget = max(2, round(share * spec.total_experts)) * spec.slot_bytes
 

@@ -93,6 +93,7 @@ def test_the_same_requests_count_from_every_start(folders: list[Path]) -> None:
     assert max(*chosen.before["task"], *chosen.before["others"]) < min(chosen.counted)
     made = bench_policies(folders[:1], PolicyTableOptions(shares=(0.5,), tokens=10_000))
     budget = [16 * trace.spec.slot_bytes]
+    assert {row["start"] for row in made.of(policy="layerwise")} == {"cold"}
     needed = {row["needed"] for row in made.of(policy="lru")}
     assert len(needed) == 1
     for start, before in chosen.before.items():
