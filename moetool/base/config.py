@@ -4,7 +4,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 from moetool.base.errors import UsageError, shortened, unknown_name
@@ -34,7 +34,8 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         if first["type"] == "unexpected_keyword_argument":
             if instead := getattr(kind, "REFUSED", {}).get(path):
                 raise UsageError(f"{where}: {path} is no setting: {instead}") from None
-            raise unknown_name("option", path, getattr(kind, "__dataclass_fields__", ()), where) from None
+            known = [field.name for field in fields(kind)] if is_dataclass(kind) else ()
+            raise unknown_name("option", path, known, where) from None
         raise UsageError(f"{where}: {path}: {shortened(first['msg'], 300)}") from None
 
 

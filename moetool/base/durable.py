@@ -84,7 +84,7 @@ def require_writable(path: Path) -> None:
     Effects: creates its folder.
 
     Raises:
-        UsageError: the path is a folder.
+        UsageError: the path is a folder, or its file system takes no files.
         OSError: its folder cannot be created or written to.
     """
     if path.is_dir() or not path.name:
@@ -92,6 +92,12 @@ def require_writable(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
+    trial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        trial.touch()
+    except FileNotFoundError:  # a file system that takes no new files, such as /proc
+        raise UsageError(f"{path.parent} takes no files; choose another place for {path.name}") from None
+    trial.unlink()
 
 
 def require_new_file(path: Path, overwrite: bool = False) -> None:

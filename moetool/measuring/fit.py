@@ -217,8 +217,9 @@ def fit(model: str | Checkpoint, options: FitOptions | FitMachine | None = None)
         MismatchError: the model's config is damaged.
     """
     checkpoint = Checkpoint.open(model, weights=False) if isinstance(model, str) else model
+    published = nearest_curve(checkpoint.spec)  # refuses a dense model before the machine is measured
     machine = options if isinstance(options, FitMachine) else fit_machine(options or FitOptions())
-    estimator = _Estimator(checkpoint, machine)
+    estimator = _Estimator(checkpoint, machine, published)
     budget, problem = estimator.divide(machine.device_bytes)
     token, prompt_s, known = None, 0.0, (0.0, 0.0)
     if budget is not None:
@@ -267,15 +268,19 @@ def memory_of(checkpoint: Checkpoint, options: ServeOptions, has_gpu: bool, num_
 
 
 class _Estimator:
-    """Speeds of a model on a machine, by memory size and stored form."""
+    """Speeds of a model on a machine, by memory size and stored form.
 
-    def __init__(self, checkpoint: Checkpoint, machine: FitMachine) -> None:
+    Args:
+        published: the miss curve to use where no server of the model kept tokens.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, machine: FitMachine, published: MissCurve) -> None:
         self._checkpoint = checkpoint
         self._machine = machine
         self._options = options = options_on(checkpoint, machine)
         self._footprint = footprint(checkpoint, options)
         served = gpu_with(0, checkpoint, options).curve
-        self.curve = nearest_curve(checkpoint.spec) if served is PUBLISHED else served
+        self.curve = published if served is PUBLISHED else served
         self._traffic = self._own_traffic()
         self._rates = machine.rates  # of decode steps
         if self._runs_programs:

@@ -27,6 +27,7 @@ from moetool.models.weights.quantization_config import quantization_of
 _log = logging.getLogger(__name__)
 _TEXT = ("text_config", "language_config", "llm_config")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_WIDTH = ("hidden_size",)
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "n_dense_layers")
 _STEP = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
 _EXPERT_INPUT = ("routed_expert_hidden_size", "moe_latent_size", "hidden_size")
@@ -38,6 +39,7 @@ _DTYPE = ("dtype", "torch_dtype")
 _LAYER_TENSOR = re.compile(r"((?:[^.]+\.)*?)\d{1,6}\.")
 _EXPERT_TENSOR = re.compile(r"((?:[^.]+\.)*?layers\.)(\d{1,6})\.(?:.*\.)?experts\.(\d{1,6})\..+")
 _MOST = 1 << 16
+_INSTEAD = "correct it, or give --set moe_layers, num_experts and top_k instead of the model (trace import)"
 
 
 class ConfigModel:
@@ -61,15 +63,19 @@ class ConfigModel:
         self._content = content
         parts = [raw, *(raw[key] for key in _TEXT if isinstance(raw.get(key), Mapping))]
         self.text = next((part for part in parts if _first(part, EXPERTS) is not None), parts[-1])
-        self.num_hidden_layers = self._number("layers", _LAYERS, 10_000)
-        self._stored_experts = self._number("experts", EXPERTS, _MOST)
+        needed = {"layers": _LAYERS, "experts": EXPERTS, "experts per token": TOP_K, "width": _WIDTH}
+        self._require(needed)
+        self.num_hidden_layers = self._whole(_LAYERS, 1, 10_000, 0)
+        self._stored_experts = self._whole(EXPERTS, 1, _MOST, 0)
         self.num_experts = self._stored_experts + self._whole(("zero_expert_num",), 0, _MOST, 0)
-        self.top_k = self._number("experts per token", TOP_K, self.num_experts)
+        self.top_k = self._whole(TOP_K, 1, self.num_experts, 0)
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens that the model embeds."""
-        return self._number("tokens", ("vocab_size",), 2**24)
+        names = ("vocab_size",)
+        self._require({"tokens": names})
+        return self._whole(names, 1, 2**24, 0)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -97,7 +103,7 @@ class ConfigModel:
             has_logits_L=(True,) * len(layers),
             num_shared_experts=self._whole(_SHARED, 0, _MOST, 0),
             num_groups=self._whole(_GROUPS, 0, _MOST, 0) or 1,
-            hidden_size=self._number("width", ("hidden_size",), 2**20),
+            hidden_size=self._whole(_WIDTH, 1, 2**20, 0),
             expert_bytes_L=tuple(stored.get(layer, estimate) for layer in layers),
             score_function=self._score_function(),
             renormalize=self._typed(_NORMALIZED, lambda value: type(value) is bool, "true or false", False),
@@ -116,10 +122,13 @@ class ConfigModel:
         """Source of the bytes of an expert."""
         return "by its weight files" if self._stored else "estimated from its config"
 
-    def _number(self, what: str, names: tuple[str, ...], most: int) -> int:
-        if _first(self.text, names) is None:
-            raise UsageError(f"{self.path / 'config.json'} does not give its {what} ({' or '.join(names[:3])})")
-        return self._whole(names, 1, most, 0)
+    def _require(self, fields: Mapping[str, tuple[str, ...]]) -> None:
+        """Raises: UsageError that names all missing numbers, each with names of its field."""
+        missing = [
+            f"{what} ({' or '.join(names[:3])})" for what, names in fields.items() if _first(self.text, names) is None
+        ]
+        if missing:
+            raise UsageError(f"{self.path / 'config.json'} does not give its {', '.join(missing)}; {_INSTEAD}")
 
     def _whole(self, names: tuple[str, ...], least: int, most: int, default: int) -> int:
         value: int = self._typed(names, lambda value: _is_whole(value, least, most), f"{least} to {most:,}", default)
@@ -132,8 +141,7 @@ class ConfigModel:
             return default if value is None else value
         name = next(name for name in names if self.text.get(name) is not None)
         raise MismatchError(
-            f"{self.path / 'config.json'}: {name}: found {shortened(repr(value))}, expected {expected}; correct it, or "
-            "give --set moe_layers, num_experts and top_k instead of the model (trace import)"
+            f"{self.path / 'config.json'}: {name}: found {shortened(repr(value))}, expected {expected}; {_INSTEAD}"
         )
 
     def _score_function(self) -> str:

@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from moetool.base import plugins
 from moetool.base.child_process import end_with_parent
 from moetool.base.errors import MoetoolError
 from moetool.base.tables import numbered
@@ -53,7 +54,8 @@ def replay_with_jobs(
     sent = replace(setup, predictor=None, trained_on=(), jobs=1, on_progress=ignore_progress)
     pool, done = _pool(processes)
     done[:] = [0] * len(done)
-    futures = [pool.submit(_run, number, str(trace.path), *task, sent) for number, task in enumerate(tasks)]
+    trusted = frozenset(plugins.typed)
+    futures = [pool.submit(_run, number, str(trace.path), *task, sent, trusted) for number, task in enumerate(tasks)]
     title = f"replaying {numbered(len(policies) * len(budgets), 'pool')} in {processes} processes (tokens)"
     total = _tokens(trace, setup) * (len(tasks) + bool(here))
     mine = 0
@@ -126,8 +128,25 @@ def _trace(path: str) -> Trace:
     return Trace(Path(path))
 
 
-def _run(number: int, path: str, policies: list[str], budgets: list[int], setup: ReplaySetup) -> list[ReplayRow]:
+def _run(
+    number: int,
+    path: str,
+    policies: list[str],
+    budgets: list[int],
+    setup: ReplaySetup,
+    trusted: frozenset[tuple[str, str]],
+) -> list[ReplayRow]:
+    """Replay a task in a worker, with the plugins that its command line names. Raises: as `replay`."""
+    plugins.typed.update(trusted)
+
     def report(what: str, done: int, total: int) -> None:
         _done[number % _MOST_TASKS] = done
 
-    return replay(_trace(path), policies, budgets, replace(setup, on_progress=report))
+    try:
+        return replay(_trace(path), policies, budgets, replace(setup, on_progress=report))
+    except MoetoolError:
+        raise
+    except Exception as error:  # its traceback does not reach the parent
+        if (place := plugins.foreign_place(error)) is None:
+            raise
+        raise MoetoolError(f"{type(error).__name__}: {error} (from {place}); --jobs 1 shows more") from None

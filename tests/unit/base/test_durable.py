@@ -188,3 +188,9 @@ def test_parents_are_made(tmp_path: Path) -> None:
 def test_sha256(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert durable.sha256_file(tmp_path / "a").startswith("ba7816bf8f01cfea")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
+def test_a_file_system_without_files_is_named_before_the_work() -> None:
+    with refused(UsageError, "/proc", "plan.json"):
+        durable.require_new_file(Path("/proc/plan.json"))

@@ -4,12 +4,14 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from moetool.base import artefact, json_files
+from moetool.base.config import parse
 from moetool.base.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.caching.plan import CachePlan
 from moetool.costing.costs import CostProfile
@@ -192,3 +194,14 @@ def test_a_cluster_file_is_bounded(tmp_path: Path) -> None:
         file.write_text(content)
         with pytest.raises(MoetoolError, match=says):
             load_cluster(file)
+
+
+def test_known_options_are_the_fields() -> None:
+    @dataclass
+    class Options:
+        REFUSED: ClassVar[dict[str, str]] = {"former": "give present instead"}
+        present: int = 0
+
+    with pytest.raises(UsageError) as error:
+        parse(Options, {"other": 1}, "--set")
+    assert "present" in str(error.value) and "REFUSED" not in str(error.value)

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from moetool.base import families
+from moetool.base.errors import UsageError
 from moetool.base.machine import memory_bytes, resident_bytes
 from moetool.costing.estimates import CPU_LAYER_S, STEP_SHARE
 from moetool.measuring.fit import Fit, fit, spoken
@@ -15,6 +16,7 @@ from moetool.measuring.fit_machine import FitOptions
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.automatic import choose
 from tests.gguf_models import written
+from tests.refusals import refused
 
 GB = 10**9
 LAPTOP = FitOptions(machine="laptop-16gb", disk_bytes_s=3e9)
@@ -136,3 +138,12 @@ def test_a_gguf_header_gives_exact_sizes(tmp_path: Path) -> None:
 
 def test_seconds_in_words() -> None:
     assert [spoken(s) for s in (0.42, 45.2, 138, 6000)] == ["0.42 s", "45 s", "2.3 minutes", "1.7 hours"]
+
+
+def test_a_dense_model_is_refused_before_the_machine_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    AutoConfig.for_model("llama", num_hidden_layers=2, hidden_size=64).save_pretrained(tmp_path)
+    monkeypatch.setattr("moetool.measuring.fit.fit_machine", pytest.fail)
+    with refused(UsageError, "LlamaForCausalLM", "moetool models"):
+        fit(str(tmp_path))

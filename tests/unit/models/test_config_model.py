@@ -277,3 +277,8 @@ def test_a_recording_of_kimi_k3_is_imported(tmp_path: Path) -> None:
     made = import_trace([file], None, tmp_path / "t", settings={"model": str(model)}, find_model=shape_of)
     spec = Trace(tmp_path / "t").spec
     assert made.tokens == 5 and spec.layer_ids_L == tuple(range(1, 93)) and spec.slot_bytes == _K3_BYTES
+
+
+def test_all_missing_numbers_are_named_at_once(tmp_path: Path) -> None:
+    with refused(UsageError, "num_hidden_layers", "num_experts", "num_experts_per_tok", "hidden_size"):
+        shape_of(str(_write(tmp_path, {"model_type": "qwen9_moe"})))

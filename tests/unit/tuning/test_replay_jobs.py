@@ -3,6 +3,9 @@
 import multiprocessing
 from pathlib import Path
 
+import pytest
+
+from moetool.base import plugins
 from moetool.base.errors import CapacityError, MoetoolError
 from moetool.tuning.replay import ReplaySetup, replay
 from moetool.tuning.replay_jobs import num_jobs, replay_with_jobs
@@ -23,6 +26,19 @@ def test_processes_make_the_rows_of_one_and_count_all_tokens(tmp_path: Path) -> 
     with refused(MoetoolError, "jobs"):
         replay_with_jobs(trace, policies, budgets, setup)
     assert replay_with_jobs(trace, policies, budgets, setup) == replay(trace, policies, budgets)
+
+
+def test_a_policy_of_a_file_and_its_bug_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, setup = write_trace(tmp_path / "t", make_spec(), num_requests=4), ReplaySetup(jobs=2)
+    own, broken = tmp_path / "own.py", tmp_path / "broken.py"
+    code = "from moetool.caching.policies import lru\nOptions = lru.Options\n\n\nclass Policy(lru.Policy):\n"
+    own.write_text(code + "    pass\n")
+    broken.write_text(code + "    def gate(self, event, hits, misses):\n        return misses[0].nothing\n")
+    monkeypatch.setattr(plugins, "typed", {("policy", str(own)), ("policy", str(broken))})
+    rows = replay_with_jobs(trace, [str(own), "lru"], [5000, 9000], setup)
+    assert [row.counts for row in rows[:2]] == [row.counts for row in rows[2:]]
+    with refused(MoetoolError, "AttributeError", f"{broken}:7 in gate"):
+        replay_with_jobs(trace, [str(broken), "lru"], [5000, 9000], setup)
 
 
 def test_a_small_replay_needs_no_processes(tmp_path: Path) -> None:
