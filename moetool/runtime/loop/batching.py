@@ -219,6 +219,7 @@ class Batcher:
         self._running.clear()
         self._fixed.clear()
         self.graphs = self.recorded = None
+        self._prefixes = None  # it refers to the pages
         self._pages.close()
 
     @property
