@@ -263,8 +263,6 @@ def make(
     require_replicable(checkpoint, making)
     making = replace(making, length=min(making.length, checkpoint.max_context or making.length))
     making, choices = choose(checkpoint, making, set(options))
-    for line in aligned(choices):
-        on_note(line)
     texts = prompts.load(list(data))
     calibration = from_prompts(
         texts,
@@ -274,6 +272,8 @@ def make(
         max_tokens=making.max_tokens,
         seed=seed,
     )
+    for line in aligned(choices):
+        on_note(line)
     use_threads(checkpoint.config)
     facts = {"options": asdict(predicting), "model": model, "seed": seed}
     return make_replica(checkpoint, out, calibration, making, facts=facts, overwrite=overwrite, on_progress=on_progress)
