@@ -295,7 +295,7 @@ class ExpertRuntime:
             given.weights_TK.copy_(weights_TK)
         program = self._program(layer, event)
         prefetches = prefetches_beside(program)
-        if prefetches is not None and self._tables.hold(layer, event.needed):
+        if prefetches is not None and self._tables.hold(layer, program):
             self._start(prefetches)
             return True
         places_of = _places_of(event)

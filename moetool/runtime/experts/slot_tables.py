@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from moetool.caching.residency import Step, StepKind
 from moetool.kernels.cpu.gates import ClampedGate, find_gate_kernel, is_silu_gate
 from moetool.kernels.cpu.matmul import RowWeight, row_weight
 from moetool.kernels.cpu.step_operations import TABLE
@@ -57,10 +58,11 @@ class SlotTables:
         """A layer's table, and one of its experts; None if no compiled functions compute them."""
         return self._weights_L[layer.index]
 
-    def hold(self, layer: MoeLayer, experts: Sequence[int]) -> bool:
-        """Whether all these experts are in a layer's table."""
+    def hold(self, layer: MoeLayer, steps: Sequence[Step]) -> bool:
+        """Whether a layer's table has each expert that these steps compute in the slot that they name."""
         slot_of = self._slot_of_L[layer.index]
-        return all(expert in slot_of for expert in experts)
+        first = self._store.files.spec.expert_key(layer.index, 0)
+        return all(slot_of.get(step.key - first) == step.slot for step in steps if step.kind is StepKind.COMPUTE)
 
     def place(self, layer: MoeLayer, expert: int, slot: int) -> None:
         """Write an expert that its slot holds into the layer's table."""

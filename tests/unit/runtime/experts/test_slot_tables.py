@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.caching.residency import Step, StepKind
 from moetool.kernels.cpu.compiled import find_kernel
 from moetool.models.experts.expert_form import ExpertForm, Part
 from moetool.runtime.experts.slot_tables import SlotTables
@@ -38,6 +39,10 @@ class _Store:
         return self.slots[slot]
 
 
+def _computed(**slots: int) -> list[Step]:
+    return [Step(StepKind.COMPUTE, int(expert[1:]), slot) for expert, slot in slots.items()]
+
+
 def test_an_expert_stays_while_its_last_slot_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy may give an expert up and load it again into another slot, before the first one is filled again."""
     monkeypatch.setattr("moetool.runtime.experts.slot_tables.is_silu_gate", lambda gate: gate is FORM.gate)
@@ -47,10 +52,11 @@ def test_an_expert_stays_while_its_last_slot_holds_it(monkeypatch: pytest.Monkey
     assert weights is not None and not weights.table_E6.any()
     tables.place(LAYER, 1, 0)
     tables.place(LAYER, 2, 1)
-    assert tables.hold(LAYER, (1, 2)) and not tables.hold(LAYER, (1, 3))
+    assert tables.hold(LAYER, _computed(e1=0, e2=1)) and not tables.hold(LAYER, _computed(e1=0, e3=1))
+    assert not tables.hold(LAYER, _computed(e1=2))  # its first slot may be filled again at any time
     tables.place(LAYER, 1, 2)
     store.on_replaced(0)
-    assert tables.hold(LAYER, (1, 2)) and weights.table_E6[1, 0] == store.slots[2][0].data_ptr()
+    assert tables.hold(LAYER, _computed(e1=2, e2=1)) and weights.table_E6[1, 0] == store.slots[2][0].data_ptr()
     tables.place(LAYER, 3, 2)
-    assert not tables.hold(LAYER, (1,)) and not weights.table_E6[1].any()
+    assert not tables.hold(LAYER, _computed(e1=2)) and not weights.table_E6[1].any()
     assert weights.table_E6[3, 2] == store.slots[2][1].data_ptr()

@@ -128,7 +128,8 @@ def expected(model: Path) -> list[list[int | None]]:
     ("policy", "slots"),
     [
         *(("lru", None), ("lru", 20), ("lru", 4), ("lru", 3), ("lfu", 12), ("on_demand", 9), ("layerwise", 10)),
-        *(("foresight", 9), ("finemoe", 9), ("hybrimoe", 9), ("moe_infinity", 9), ("static_split", 9)),
+        *(("foresight", 9), ("finemoe", 9), ("hybrimoe", 9), ("moe_infinity", 9), ("moesys", 16)),
+        ("static_split", 9),
     ],
 )
 def test_tokens_are_those_of_the_modules(
