@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from moetool.base import config, plugins
-from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.base.tables import count, percent
 from moetool.base.types import Cluster
 from moetool.placement import planner
@@ -41,7 +41,7 @@ class Comparison:
         best: the planner with the least T_comp + T_comm on the requests that count: held-out ones, if there are any.
         plan: its plan.
         migration: moves from the placement in force to it; None if that is unknown, or best.
-        left_out: planners that cannot place in the engine's slots, with the reason.
+        left_out: why planners that cannot place here are left out.
         inputs: requests, memory and costs of all planners.
         windows: mean tokens of a window of counts; None without counts.
     """
@@ -90,14 +90,14 @@ def compare(
         name: config.parse(planner.find(name).Options, (options or {}).get(name, {}), f"planner {name}")
         for name in names
     }
-    left_out = []
+    left_out: list[MoetoolError] = []
     for name in names:
         try:
             made[name] = inputs.place(name, chosen[name], setting.seed)
-        except MismatchError as error:
-            left_out.append(f"left out: {error}")
+        except (MismatchError, CapacityError) as error:
+            left_out.append(error)
     if not made:
-        raise MismatchError(left_out[0].removeprefix("left out: "))
+        raise left_out[0]
     in_force = _in_force(inputs, current, setting)
     placed = {name: placed_GLE for name, (placed_GLE, _) in made.items()}
     if in_force is not None:
@@ -121,7 +121,7 @@ def compare(
         best=best.planner,
         plan=plan,
         migration=migration,
-        left_out=tuple(left_out),
+        left_out=tuple(f"left out: {error}" for error in left_out),
         inputs=inputs,
         window_tokens=sum(trace.num_tokens / len(trace.requests) for trace in counted) if counted else None,
     )

@@ -17,7 +17,7 @@ from moetool.base.errors import CapacityError, UsageError
 from moetool.placement.expert_copies import CopySearch
 from moetool.placement.local_search import Descent, Layer, improve
 from moetool.placement.planner import Problem, layer_slots
-from moetool.placement.planners import eplb_global, prism_exact
+from moetool.placement.planners import eplb, prism_exact
 from moetool.placement.planners.smartmoe import balance
 from moetool.placement.relaxation import relax
 from moetool.placement.rounding import round_layer
@@ -148,9 +148,10 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
 def _packed(problem: Problem, room_GL: np.ndarray) -> list[np.ndarray]:
     """Return placements by EPLB's global form and, where GPUs have equal slots of each layer, with the fewest calls."""
-    slots = int(room_GL.min())
-    packed = [eplb_global.place(problem, eplb_global.Options(slots_per_gpu=int(room_GL.max())))]
-    if len(problem.cluster.servers) > 1 and (room_GL == slots).all():
+    slots, most = int(room_GL.min()), int(room_GL.max())
+    form = "heterogeneous" if slots < most or eplb.unmet(problem, 1) else "global"
+    packed = [eplb.place(problem, eplb.Options(num_groups=1, slots_per_gpu=most, form=form))]
+    if len(problem.cluster.servers) > 1 and slots == most:
         equal = replace(problem, equal_slots=slots)
         with contextlib.suppress(CapacityError):
             packed.append(prism_exact.place(equal, prism_exact.Options()))

@@ -66,6 +66,13 @@ def test_counts_are_planned_on_the_past_and_judged_on_the_future(counts: ExpertC
     assert past > future + 0.1  # other experts are hot
 
 
+def test_slots_that_are_no_multiple_of_the_layers(counts: ExpertCounts) -> None:
+    cluster = make_cluster([[9] * 2] * 2, slot_bytes=BYTES)  # of the two layers, a GPU has five and four slots
+    found = compare({WHOLE: counts}, cluster, ["director", "eplb"], options={"eplb": {"slots_per_gpu": 5}})
+    assert {row.planner for row in found.rows} == {"director"}
+    assert len(found.left_out) == 1 and "slots_per_gpu" in found.left_out[0]
+
+
 def test_one_window_cannot_be_split(counts: ExpertCounts, tmp_path: Path) -> None:
     with durable.staged_directory(tmp_path / "one") as folder:
         write_counts(folder, Counted(spec=SPEC, counts_WLE=counts.counts_WLE[:1]), {})
