@@ -71,7 +71,7 @@ class PlacementState:
         self.decisions: list[Decision] = []
         self.history: deque[dict[str, Any]] = deque(maxlen=_SHOWN)
         self.narrate: Callable[[str], object] = lambda line: None
-        self._moving: dict[str, Any] | None = None  # the entry of the migration under way
+        self._moving: deque[dict[str, Any]] = deque()  # entries of migrations under way, oldest first
         self._told_s, self._untold = -math.inf, (0, 0)  # time of the last line; migrations and bytes since then
         self._expert_bytes_L = np.array(spec.expert_bytes_L)
         self.late = 0
@@ -101,7 +101,8 @@ class PlacementState:
     def order(self, there: Sequence[int]) -> dict[str, Any]:
         """Return the order for a new generation of these GPUs. A pending decision is dropped."""
         self._epoch += 1
-        self._next = self._moving = None
+        self._next = None
+        self._moving.clear()
         self._asked_for = -1
         self.version += 1
         whole = len(there) == len(self._cluster.gpus)
@@ -174,22 +175,20 @@ class PlacementState:
         self.version += len(made)
         self.loaded_GLE += decision.placed_GLE & ~self.placed_GLE
         self.placed_GLE = decision.placed_GLE
-        if self._moving is not None:
-            self._moving["version"] = self.version
+        self._moving[-1]["version"] = self.version
         return [asdict(stage) for stage in made]
 
     def note(self, record: BatchRecord, moved_s: float, num_ranks: int) -> None:
-        """Record a finished batch; arguments as for `Costs.note`."""
+        """Record a finished batch; its seconds go to the oldest migration under way. Arguments as for `Costs.note`."""
         self.used_GLE += record.tokens_GLE
         self.control.saw(record.tokens_GLE)
         self.costs.note(record, moved_s, num_ranks)
-        entry = self._moving
-        if entry is None or entry["version"] is None:
-            return
-        entry["taken_s"] += record.moved_s
-        if record.version >= entry["version"]:
-            self._moving = None
-            self._tell(entry)
+        under_way = [entry for entry in self._moving if entry["version"] is not None]
+        if under_way:
+            under_way[0]["taken_s"] += record.moved_s
+        for entry in under_way:
+            if record.version >= entry["version"]:
+                self._tell(self._moving.popleft())
 
     def _remember(self, batch: int, decision: Decision) -> None:
         """Add a decision to the history; a migration that it makes is then under way."""
@@ -198,7 +197,7 @@ class PlacementState:
             copies_GL = (decision.placed_GLE & ~self.placed_GLE).sum(axis=2)
             expected_s = float((copies_GL @ self._expert_bytes_L).max()) / self.costs.move_bytes_s
             entry |= {"version": None, "expected_s": expected_s, "taken_s": 0.0}
-            self._moving = entry
+            self._moving.append(entry)
         self.history.append(entry)
 
     def _tell(self, entry: Mapping[str, Any]) -> None:

@@ -215,11 +215,24 @@ def test_a_decision_is_carried_out_once_or_dropped_when_it_is_late() -> None:
     assert (entry["batch"], entry["saw"], entry["copies"], entry["taken_s"]) == (5, "cascade", moved, 0.0)
     link_bytes_s = CLUSTER.link(0, 0)[0]
     assert SPEC.slot_bytes / link_bytes_s <= entry["expected_s"] <= moved * SPEC.slot_bytes / link_bytes_s
-    whole = dict.fromkeys(BatchRecord.__dataclass_fields__, 0) | {"sent_GG": np.zeros((2, 2)), "moved_s": 0.5}
+    values = dict.fromkeys(BatchRecord.__dataclass_fields__, 0)
+    values |= {"sent_GG": np.zeros((2, 2)), "moved_s": 0.5, "tokens_GLE": placed([0], [1])}
     for number, version in ((4, 1), (5, placing.version)):
-        placing.note(BatchRecord(**{**whole, "tokens_GLE": placed([0], [1]), "version": version}), 0.5, 2)
+        placing.note(BatchRecord(**{**values, "version": version}), 0.5, 2)
         assert (entry["taken_s"], len(lines)) == ((0.5, 0) if number == 4 else (1.0, 1))
     assert all(fact in lines[0] for fact in ("batch 5", f"{moved} expert", "1 s", "cascade"))
+    busy = open_placing("overlap")
+    busy.order([0, 1])
+    epoch, _, found = answer
+    assert isinstance(found, Decision)
+    sent = []
+    for batch in range(5, 9):  # each is decided before the batch ahead of it has ended
+        goal_GLE = found.placed_GLE if batch % 2 else before
+        sent.append(busy.decided(epoch, batch, replace(found, placed_GLE=goal_GLE), batch - 1)[-1]["version"])
+        if batch > 5:
+            busy.note(BatchRecord(**{**values, "version": sent[-2], "moved_s": batch}), batch, 2)
+    busy.note(BatchRecord(**{**values, "version": sent[-1], "moved_s": 9}), 9, 2)
+    assert [entry["taken_s"] for entry in busy.history] == [6, 7, 8, 9]
     late = open_placing("overlap")
     late.order([0, 1])
     assert late.decided(*answer, 5) == [] and late.late == 1  # type: ignore[arg-type]
