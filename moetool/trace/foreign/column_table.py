@@ -42,7 +42,7 @@ class MappedColumns:
 
     Attributes:
         names: column of each field that has one.
-        blank_rows: rows with neither a layer nor an expert, which are left out.
+        blank_rows: rows without a layer and what else is needed, which are left out.
     """
 
     table: "pa.Table"
@@ -103,7 +103,7 @@ def match(columns: Sequence[str], said: Mapping[str, str]) -> dict[str, str]:
 
 
 def read(path: Path, said: Mapping[str, str], needs: Sequence[str] = ("layer", "expert")) -> MappedColumns:
-    """Read a whole file. Rows with neither a layer nor an expert, such as a line of metadata, are left out.
+    """Read a whole file. Rows without a layer and what else is needed, such as a line of metadata, are left out.
 
     Args:
         needs: fields that must have a column.
@@ -123,11 +123,16 @@ def read(path: Path, said: Mapping[str, str], needs: Sequence[str] = ("layer", "
                 f"name it with --map {field}=COLUMN"
             )
     num_rows = len(table)
-    blank = reduce(pcompute.and_, (pcompute.is_null(table[names[field]]) for field in needs))
+    blank = reduce(pcompute.and_, (pcompute.is_null(table[names[field]]) for field in {*needs, "layer"} & names.keys()))
     table = table.filter(pcompute.invert(blank))
     if not len(table):
         raise MismatchError(f"{path} has no rows, expected some; download it again")
     return MappedColumns(table=table, names=names, blank_rows=num_rows - len(table))
+
+
+def times(columns: Sequence[str]) -> list[str]:
+    """Return the columns with a name known for the time."""
+    return [name for name in columns if name.casefold() in FIELDS["time"].split()]
 
 
 def column_names(sample: FileSample) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from moetool.base.errors import MoetoolError, UsageError, first_line
+from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line
 
 _DATA = (".parquet", ".csv", ".tsv", ".jsonl", ".json", ".npz", ".npy", ".safetensors", ".pt", ".txt")
 
@@ -21,6 +21,7 @@ def downloaded(files: Sequence[Path | str]) -> Iterator[list[Path]]:
 
     Raises:
         UsageError: an address has no data file, or files of several kinds.
+        MismatchError: an archive has a file outside itself.
         MoetoolError: an address cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="moetool-") as scratch:
@@ -43,7 +44,10 @@ def _download(address: str, folder: Path) -> list[Path]:
         system, path = fsspec.core.url_to_fs(address, skip_instance_cache=True)
         names, start = _names(system, path, address)
         for name in names:
-            made.append(folder / PurePosixPath(name).relative_to(start))
+            inside = PurePosixPath(name).relative_to(start)
+            if ".." in inside.parts:
+                raise MismatchError(f"{address} has the file {name}, expected one inside it; unpack it with care")
+            made.append(folder / inside)
             made[-1].parent.mkdir(parents=True, exist_ok=True)
             system.get_file(name, str(made[-1]))
     except MoetoolError:

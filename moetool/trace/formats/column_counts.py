@@ -47,16 +47,14 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, 
         UsageError: a column is unknown, no column or name tells the layer, or the number of experts, top-k or the bytes
             of an expert are not given.
     """
-    found: list[list[np.ndarray]] = []
-    by_layer: list[list[np.ndarray]] = []
+    found: list[np.ndarray] = []
+    by_layer: list[dict[str, np.ndarray]] = []
     notes: list[str] = []
     for path in paths:
-        mapped = column_table.read(path, mapping or {}, needs=("expert",))
+        mapped = column_table.read(path, mapping or {}, needs=("expert", "count"))
         layer = None if "layer" in mapped.names else _layer_of(path)
         if "layer" not in mapped.names and layer is None:
             raise UsageError(f"{path} has no column known to be the layer; name it with --map layer=COLUMN")
-        if "count" not in mapped.names:
-            raise UsageError(f"{path} has no column known to be the count; name it with --map count=COLUMN")
         columns = {
             field: column_table.whole_numbers(path, name, mapped.table[name])
             for field, name in mapped.names.items()
@@ -65,24 +63,35 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, 
         layer_R = columns.get("layer", np.full(len(mapped.table), layer or 0))
         rows_R3 = np.stack([layer_R, columns["expert"], columns["count"]], axis=1)
         time_R = None if "time" not in mapped.names else mapped.table[mapped.names["time"]]
-        (found if layer is None else by_layer).append(passes(path, rows_R3, time_R))
+        by_time = passes(path, rows_R3, time_R, known_times=column_table.times(mapped.table.column_names))
+        if layer is None:
+            found += by_time.values()
+        else:
+            by_layer.append(by_time)
         notes += [f"{path.name}: {note}" for note in mapped.notes]
     if by_layer:
-        if found or len({len(each) for each in by_layer}) > 1:
+        if found or any(each.keys() != by_layer[0].keys() for each in by_layer):
             raise MismatchError(f"{paths[0]} and the files beside it have unequal times or columns; import them apart")
-        joined = [np.concatenate(parts) for parts in zip(*by_layer, strict=True)]
+        joined = [np.concatenate([each[time] for each in by_layer]) for time in by_layer[0]]
         if any(len(np.unique(rows_R3[:, :2], axis=0)) < len(rows_R3) for rows_R3 in joined):
             raise MismatchError(f"{paths[0]} and the files beside it have a layer twice; import them apart")
-        found, notes = [joined], ["the layer of each file is the number that its name ends with", *notes]
-    return counted(paths, [each for one in found for each in one], facts, notes)
+        found, notes = joined, ["the layer of each file is the number that its name ends with", *notes]
+    return counted(paths, found, facts, notes)
 
 
-def passes(path: Path, rows_R3: np.ndarray, times: "pa.ChunkedArray | None", repeat: int = 1) -> list[np.ndarray]:
+def passes(
+    path: Path,
+    rows_R3: np.ndarray,
+    times: "pa.ChunkedArray | None",
+    repeat: int = 1,
+    known_times: Sequence[str] = (),
+) -> dict[str, np.ndarray]:
     """Return rows of (layer, expert, count) by the value of a column: by time, or text by its first appearance.
 
     Args:
         times: column of the time, if there is one.
         repeat: rows for each value of it.
+        known_times: columns that may be the time.
 
     Raises:
         MismatchError: an expert of a layer is in a pass twice.
@@ -90,15 +99,18 @@ def passes(path: Path, rows_R3: np.ndarray, times: "pa.ChunkedArray | None", rep
     time_R, names = (np.zeros(len(rows_R3) // repeat, np.int64), [""]) if times is None else column_table.labels(times)
     time_R = np.repeat(time_R, repeat)
     if len(np.unique(np.column_stack([time_R, rows_R3[:, :2]]), axis=0)) < len(rows_R3):
-        raise MismatchError(
-            f"{path} has an expert of a layer twice, expected one row for each; is it a table of tokens?"
+        remedy = (
+            f"combine {' and '.join(known_times)} into one column of the time, or name one with --map time=COLUMN"
+            if len(known_times) > 1
+            else "is it a table of tokens?"
         )
+        raise MismatchError(f"{path} has an expert of a layer twice, expected one row for each; {remedy}")
     order: Sequence[int] = range(len(names))
     if times is not None and not column_table.is_text(times):
         import pyarrow.compute as pc
 
         order = pc.sort_indices(times.unique()).to_pylist()
-    return [rows_R3[time_R == time] for time in order]
+    return {names[time]: rows_R3[time_R == time] for time in order}
 
 
 def counted(paths: Sequence[Path], found: Sequence[np.ndarray], facts: ModelFacts, notes: list[str]) -> Counted:

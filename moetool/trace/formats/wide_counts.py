@@ -47,7 +47,8 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
         MismatchError: a file is damaged or of another shape, or has a row twice.
         UsageError: a fact about the model is neither in the files nor given.
     """
-    found, notes = [], []
+    found: list[np.ndarray] = []
+    notes = []
     for path in paths:
         table = column_table.read_table(path)
         field, numbered = _shape(table.column_names)
@@ -65,6 +66,6 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
         }
         rows_R3 = np.stack([parts[name] for name in ("layer", "expert", "count")], axis=1)
         time_R = None if "time" not in names else table[names["time"]]
-        found += column_counts.passes(path, rows_R3, time_R, len(numbered))
+        found += column_counts.passes(path, rows_R3, time_R, len(numbered)).values()
         notes.append(f"{path.name}: a row for each {field}, a column for each {_OTHER[field]}")
     return column_counts.counted(paths, found, facts, notes)

@@ -1,11 +1,12 @@
 """Files of routes at addresses, through fsspec: a data set of the hub, patterns, and what is refused."""
 
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from moetool.base.errors import MoetoolError, UsageError
+from moetool.base.errors import MismatchError, MoetoolError, UsageError
 from moetool.trace.foreign.importing import import_trace
 from moetool.trace.foreign.remote_files import downloaded
 from moetool.trace.reader import Trace
@@ -47,6 +48,14 @@ def test_a_directory_gives_its_data_files(where: str, hub: Hub) -> None:
             (published / part / f"{part}.parquet").read_bytes() for part in "ab"
         ]
     assert not any(file.exists() for file in local)
+
+
+@pytest.mark.parametrize("name", ["../outside.csv", "a/../../outside.csv"])
+def test_an_archive_with_files_outside_itself(name: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "f.zip", "w") as archive:
+        archive.writestr(name, "layer,expert,count\n0,0,1\n")
+    with refused(MismatchError, "f.zip", name), downloaded([f"zip://::{tmp_path / 'f.zip'}"]):
+        pass
 
 
 def test_what_cannot_be_read_is_refused(hub: Hub) -> None:

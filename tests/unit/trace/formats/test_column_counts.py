@@ -63,9 +63,24 @@ def test_files_of_layers_that_do_not_go_together(tmp_path: Path) -> None:
     short = layer_files(tmp_path / "other", 1)
     with refused(MoetoolError, files[0].name, "unequal"):
         import_trace([files[0], short[1]], None, tmp_path / "t")
+    later = files[1].read_text().replace("\n1,", "\n2,")
+    (tmp_path / "other" / files[1].name).write_text(later)
+    with refused(MoetoolError, files[0].name, "unequal"):  # times 0 and 1, and 0 and 2
+        import_trace([files[0], tmp_path / "other" / files[1].name], None, tmp_path / "t")
     unnamed = files[0].rename(tmp_path / "counts.csv")
     with refused(MoetoolError, unnamed.name, "layer"):
         import_trace([unnamed], "column_counts", tmp_path / "t")
+
+
+def test_a_time_of_two_columns_and_an_empty_expert(tmp_path: Path) -> None:
+    file = tmp_path / "f.csv"
+    file.write_text("date,hour,layer,expert,count\n" + "".join(f"2026-01-01,{hour},0,0,3\n" for hour in (0, 1)))
+    with refused(MoetoolError, file, "date", "hour", "--map"):
+        import_trace([file], None, tmp_path / "t")
+    for row in ("0,,3", ",1,3", "0,1,"):
+        file.write_text(f"layer,expert,count\n0,0,5\n{row}\n")
+        with refused(MoetoolError, file, "empty"):
+            import_trace([file], None, tmp_path / "t")
 
 
 def layer_rows() -> list[dict[str, int]]:
