@@ -13,13 +13,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from moetool.base import tables
-from moetool.base.errors import MoetoolError
+from moetool.base.errors import MoetoolError, UsageError, first_line
 from moetool.training.fit_options import FitOptions
 from moetool.training.fit_trainer import build_trainer, checkpoint_to_resume
 from moetool.training.predictor import Predictor
@@ -57,11 +58,12 @@ def fit(
         Facts of the fit for the card: tokens, epochs, losses of each epoch.
 
     Raises:
-        UsageError: as `build_trainer` and `checkpoint_to_resume`.
+        UsageError: as `build_trainer` and `checkpoint_to_resume`; or arguments of the Trainer leave out an epoch's
+            validation.
         MismatchError: as `checkpoint_to_resume`.
         MoetoolError: a loss is not finite.
     """
-    fixed = ("max_epochs", "max_tokens", "patience", "batch_size", "learning_rate", "held_out")
+    fixed = ("max_epochs", "max_tokens", "patience", "batch_size", "learning_rate", "held_out", "trainer")
     facts = {**facts, "seed": seed, **{f"fit.{name}": getattr(options, name) for name in fixed}}
     start = checkpoint_to_resume(options, facts, resume=resume)
     whole_requests = model.remembers and train.example_T is None
@@ -77,7 +79,12 @@ def fit(
         on_progress = progress if shown else contextlib.nullcontext(bar.on_progress)
         with on_progress as bar.on_progress, interruptible(), torch.random.fork_rng():
             torch.manual_seed(seed)
-            trainer.fit(_Fit(model, options.learning_rate), datamodule=data, ckpt_path=start, weights_only=True)
+            try:
+                trainer.fit(_Fit(model, options.learning_rate), datamodule=data, ckpt_path=start, weights_only=True)
+            except MisconfigurationException as error:
+                raise UsageError(f"fit.trainer: Lightning refuses these arguments: {first_line(error)}") from None
+    if not best.losses:
+        raise UsageError("the arguments of fit.trainer end the fit before its first epoch; leave them out")
     model.cpu().load_state_dict(best.state)
     return {
         "tokens": data.num_tokens,
@@ -244,7 +251,8 @@ class _Fit(pl.LightningModule):
         self.log("validation_loss", self.predictor.loss(*batch), batch_size=len(batch[1]), sync_dist=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, fused=True)
+        clips = bool(self.trainer.gradient_clip_val)  # of mixed precision, Lightning clips no fused optimizer
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, fused=not clips)
         total_steps = int(self.trainer.estimated_stepping_batches)
         steps = total_steps // (self.trainer.max_epochs or 1)
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -270,6 +278,7 @@ class BestEpoch(pl.Callback):
     """Keeps the losses and the weights of the best epoch; lowers the learning rate halfway through the patience.
 
     Raises:
+        UsageError: an epoch has no training or validation loss.
         MoetoolError: a loss is not finite.
     """
 
@@ -280,7 +289,13 @@ class BestEpoch(pl.Callback):
         self.state: dict[str, Tensor] = {}
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        losses = {name: float(trainer.callback_metrics[name]) for name in ("loss", "validation_loss")}
+        names = ("loss", "validation_loss")
+        if missing := [name for name in names if name not in trainer.callback_metrics]:
+            raise UsageError(
+                f"with these arguments of fit.trainer, epoch {len(self.losses) + 1} has no {missing[-1]}, expected one "
+                f"after each epoch, to know the best; leave out what limits validation or steps"
+            )
+        losses = {name: float(trainer.callback_metrics[name]) for name in names}
         for name, value in losses.items():
             if not math.isfinite(value):
                 raise MoetoolError(
@@ -329,6 +344,11 @@ class _FitState(pl.Callback):
         self._best.losses, self._best.epoch = self._found["losses"], self._found["best_epoch"]
         self._best.state = self._found["best_weights"]
         pl_module.slower = self._found["slower"]
+        steps = checkpoint["global_step"] // len(self._best.losses)
+        for epoch, losses in enumerate(self._best.losses):
+            for logger in (each for each in trainer.loggers if isinstance(each, CSVLogger)):
+                for name in ("validation_loss", "loss"):
+                    logger.log_metrics({"epoch": epoch, name: losses[name]}, step=(epoch + 1) * steps - 1)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._found:
@@ -337,10 +357,6 @@ class _FitState(pl.Callback):
         torch.set_rng_state(self._found["random"])
         if torch.cuda.is_available():
             torch.cuda.set_rng_state_all(self._found["random_cuda"])
-        steps = trainer.global_step // len(self._best.losses)
-        for epoch, losses in enumerate(self._best.losses):
-            for logger in (each for each in trainer.loggers if isinstance(each, CSVLogger)):
-                logger.log_metrics({"epoch": epoch, **losses}, step=(epoch + 1) * steps - 1)
         trainer.should_stop = self._stopping.wait_count >= self._stopping.patience
 
 

@@ -158,8 +158,8 @@ def train(
         The card.
 
     Raises:
-        UsageError: no such trace, predictor or option; too few requests or tokens; `out` or a checkpoint exists; or
-            options of a fit for a predictor without one.
+        UsageError: no such trace, predictor or option; too few requests or tokens; `out` or a checkpoint exists; the
+            checkpoint is to be in `out`; or options of a fit for a predictor without one.
         MismatchError: the trace is damaged or lacks a column, or the checkpoint is damaged or of another fit.
         MoetoolError: the loss is not finite, or `out` cannot be written.
     """
@@ -173,6 +173,10 @@ def train(
     source.require(model.needs, predictor)
     if not model.learned and (resume or fit.checkpoint or fit.trainer):
         raise UsageError(f"{predictor} is counted, not fitted; leave out --resume, fit.checkpoint and fit.trainer")
+    if fit.checkpoint is not None and fit.checkpoint.resolve().is_relative_to(out.resolve()):
+        raise UsageError(
+            f"fit.checkpoint {fit.checkpoint} is in --out {out}, which is written anew; choose a directory elsewhere"
+        )
     split = _split(source, seed, fit.held_out, model.needs)
     tokens = {part: num_tokens(source, split.part(part)) for part in ("train", "validation")}
     if min(tokens.values()) < 2:

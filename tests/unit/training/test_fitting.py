@@ -61,11 +61,13 @@ def test_a_killed_fit_resumes_to_the_same_weights(
     resumed = train(name, trace, tmp_path / "out", fit=fit, resume=True, **given)
     assert resumed["weights"] == whole["weights"]
     assert resumed["fit"] == whole["fit"]
-    with (tmp_path / "kept" / "metrics.csv").open() as file:
-        logged = [float(row["validation_loss"]) for row in csv.DictReader(file) if row["validation_loss"]]
-    assert logged == pytest.approx(whole["fit"]["validation_loss"], abs=1e-6)
     again = train(name, trace, tmp_path / "out", fit=fit, resume=True, overwrite=True, **given)  # has ended
     assert again["weights"] == whole["weights"]
+    with (tmp_path / "kept" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for name in ("validation_loss", "loss"):
+        logged = [float(row[name]) for row in rows if row[name]]
+        assert logged == pytest.approx(whole["fit"][name], abs=1e-6) and len(rows) == 2 * len(logged)
 
 
 def test_a_checkpoint_of_another_fit_is_refused(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,10 +77,13 @@ def test_a_checkpoint_of_another_fit_is_refused(trace: Path, tmp_path: Path, mon
         train("path_mlp", trace, tmp_path / "out", fit=fit)
     with refused(MismatchError, CHECKPOINT, "seed", 1):
         train("path_mlp", trace, tmp_path / "out", fit=fit, seed=1, resume=True)
-    with refused(MismatchError, CHECKPOINT, "fit.max_epochs", 9):
-        train(
-            "path_mlp", trace, tmp_path / "out", fit=_options(checkpoint=tmp_path / "kept", max_epochs=9), resume=True
-        )
+    for name, value, told in (("max_epochs", 9, 9), ("trainer", {"precision": "bf16-mixed"}, "bf16-mixed")):
+        other = _options(checkpoint=tmp_path / "kept", **{name: value})
+        with refused(MismatchError, CHECKPOINT, f"fit.{name}", told):
+            train("path_mlp", trace, tmp_path / "out", fit=other, resume=True)
+    for inside in ("out", "out/kept"):
+        with refused(UsageError, tmp_path / inside, tmp_path / "out", "fit.checkpoint"):
+            train("path_mlp", trace, tmp_path / "out", fit=_options(checkpoint=tmp_path / inside))
     (tmp_path / "kept" / CHECKPOINT).write_bytes(b"PK\3\4 cut off")
     with refused(MismatchError, CHECKPOINT, "damaged"):
         train("path_mlp", trace, tmp_path / "out", fit=fit, resume=True)
@@ -95,7 +100,12 @@ def test_arguments_of_the_trainer(trace: Path, tmp_path: Path) -> None:
         "class_path": "lightning.pytorch.callbacks.LearningRateMonitor",
         "init_args": {"logging_interval": "epoch"},
     }
-    trainer = {"precision": "bf16-mixed", "limit_train_batches": 2, "callbacks": ["Timer", rates]}
+    trainer = {
+        "precision": "bf16-mixed",
+        "gradient_clip_val": 0.5,
+        "limit_train_batches": 2,
+        "callbacks": ["Timer", rates],
+    }
     card = train("path_mlp", trace, tmp_path / "out", fit=_options(max_epochs=2, trainer=trainer))
     assert card["fit"]["trainer"] == trainer
     with (tmp_path / "out" / "metrics.csv").open() as file:
@@ -103,3 +113,19 @@ def test_arguments_of_the_trainer(trace: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in rows if row["loss"]] == ["1", "3"]
     assert any("lr" in name for name in rows[0])
     assert card["weights"] != train("path_mlp", trace, tmp_path / "plain", fit=_options(max_epochs=2))["weights"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "told"),
+    [
+        ({"check_val_every_n_epoch": 2}, "validation_loss"),
+        ({"limit_val_batches": 0}, "validation_loss"),
+        ({"limit_val_batches": 1e-9}, "limit_val_batches"),
+        ({"limit_train_batches": 0}, "epoch"),
+    ],
+)
+def test_arguments_that_take_the_validation_away(
+    trainer: dict[str, Any], told: str, trace: Path, tmp_path: Path
+) -> None:
+    with refused(UsageError, "fit.trainer", told):
+        train("path_mlp", trace, tmp_path / "out", fit=_options(max_epochs=2, trainer=trainer))
