@@ -119,6 +119,11 @@ def build_engine(
             raise UsageError(
                 f"policy {name} {why} depending on cached experts, but deterministic=true; choose another policy"
             )
+        if options.keep_prefixes and not built.lossless:
+            raise UsageError(
+                f"policy {name} changes routes, and so keys and values, but keep_prefixes=true; choose another policy "
+                "or leave keep_prefixes out"
+            )
         learned: Learned = built if len(policies) == 1 else DevicePolicies(policies)
         state = Path(options.state) if options.state else None
         if state is not None:
@@ -235,7 +240,9 @@ def _batcher(
                 f"keep_prefixes is true, but the caches of {loaded.spec.name} are not in pages; leave it out"
             )
         state = Path(options.state) if options.state else None
-        path = prefix_file(loaded.spec) if state is None else state.with_name(f"{state.name}{PREFIXES_SUFFIX}")
+        path = prefix_file(loaded.spec, loaded.model.dtype, loaded.model.device)
+        if state is not None:
+            path = state.with_name(f"{state.name}{PREFIXES_SUFFIX}")
         batcher.restore_prefixes(path, {"revision": loaded.spec.revision, "version": __version__})
     return batcher
 

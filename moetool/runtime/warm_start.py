@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moetool.base import durable
 from moetool.base.assets import cache_folder
 from moetool.base.errors import MoetoolError
 from moetool.base.types import ModelSpec
@@ -17,7 +18,7 @@ from moetool.runtime.recording.live_oracle import CANDIDATES
 
 _LOG = logging.getLogger(__name__)
 MOST_BYTES = 1 << 30
-"""Limit of all files together; beyond it the oldest are removed."""
+"""Limit of all files together, prefixes apart; beyond it the oldest are removed."""
 _SUFFIX = ".warm.safetensors"
 PREFIXES_SUFFIX = ".prefixes"
 _ALL = "auto"
@@ -42,8 +43,10 @@ class KeptModel:
     changed: float
 
 
-def kept_models(suffixes: Sequence[str] = (_SUFFIX, PREFIXES_SUFFIX)) -> list[KeptModel]:
-    """List the files of the cache folder, newest first."""
+def kept_models(
+    suffixes: Sequence[str] = (_SUFFIX, PREFIXES_SUFFIX, PREFIXES_SUFFIX + durable.PARTIAL),
+) -> list[KeptModel]:
+    """List the files of the cache folder, newest first, with what a killed server left of its prefixes."""
     found = []
     for path in (path for suffix in suffixes for path in cache_folder().glob(f"*{suffix}")):
         try:
@@ -79,9 +82,13 @@ def kept_routes(spec: ModelSpec) -> np.ndarray | None:
     return None
 
 
-def prefix_file(spec: ModelSpec) -> Path:
-    """The file in the cache folder that keeps a model's prefixes (`moetool.runtime.kv.kept_prefixes`)."""
-    return cache_folder() / f"{_name(spec)}{PREFIXES_SUFFIX}"
+def prefix_file(spec: ModelSpec, dtype: object, device: object) -> Path:
+    """The file in the cache folder that keeps a model's prefixes of a data type and device.
+
+    `moetool.runtime.kv.kept_prefixes` writes it. No limit applies: it is as large as the pages that a server kept.
+    """
+    kind = f"{dtype}-{device}".removeprefix("torch.").partition(":")[0]
+    return cache_folder() / f"{_name(spec)}-{kind}{PREFIXES_SUFFIX}"
 
 
 def _file(spec: ModelSpec, policy: str) -> Path:
@@ -142,7 +149,7 @@ class WarmStart:
             return []
 
     def save(self) -> None:
-        """Replace the file, and keep the folder within its limit. A disk failure only causes a warning."""
+        """Replace the file, and keep the folder's warm state within its limit. A disk failure only causes a warning."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             save_state(self.path, self._policy, self._learned, list(self._residents()), self._facts())

@@ -14,6 +14,7 @@ from moetool.runtime.loop.engine import Engine
 from moetool.runtime.request import Output, SamplingParams
 from moetool.runtime.serve_options import ServeOptions
 from tests import families
+from tests.refusals import refused
 
 WIDE = {
     **{"hidden_size": 256, "head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 64},
@@ -91,3 +92,8 @@ def test_what_depends_on_other_requests_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=found):
         _open(checkpoint, policy, deterministic=True, **settings)
+
+
+def test_prefixes_of_a_policy_that_changes_routes_are_not_kept(checkpoint: Checkpoint) -> None:
+    with refused(UsageError, "smoe", "keep_prefixes"):
+        _open(checkpoint, "smoe", keep_prefixes=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moetool.base.errors import MoetoolError
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.assembly import build_engine
 from moetool.runtime.budget import divide_with_slots
@@ -17,6 +18,7 @@ from moetool.runtime.request import Output, SamplingParams
 from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import replay
+from tests.refusals import refused
 from tests.servers import client_of, get, post, serving
 
 SYSTEM = "User: You answer questions about the numbers of a farm, and you keep to the point. "
@@ -156,6 +158,14 @@ def test_prefixes_outlive_their_server(tmp_path: Path, caplog: pytest.LogCapture
     kept.write_bytes(kept.read_bytes()[:-1])
     assert answer() == first and [str(kept) in record.message for record in caplog.records] == [True]
     assert answer()[2] == 10 * PAGE_TOKENS  # the damaged file was replaced
+    kept.unlink()
+    kept.mkdir()
+    talk = Talk(_open(1024, caching=True, state=state, log=tmp_path / "log"))
+    talk.ask(prompt)
+    talk.finish()
+    with refused(MoetoolError, str(kept)):
+        talk.engine.close()
+    Trace(tmp_path / "log").verify()  # the rest was closed
 
 
 def test_usage_tells_how_much_of_a_prompt_was_there() -> None:

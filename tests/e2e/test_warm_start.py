@@ -191,5 +191,6 @@ def test_the_cache_is_listed_and_removed(cache: Path, capsys: pytest.CaptureFixt
     assert "a" in printed and "10 B" in printed and str(cache) in "".join(printed.split("\n"))
     app(["cache", "--remove", "a"], standalone_mode=False)
     assert [kept.model for kept in kept_models()] == ["b"]
+    (cache / "c.prefixes.partial").write_bytes(bytes(10))  # of a killed server
     app(["cache", "--remove", "all"], standalone_mode=False)
-    assert not kept_models()
+    assert not kept_models() and not list(cache.iterdir())

@@ -59,6 +59,8 @@ def worker_settings(
     plan.check(spec)
     if options.state:
         raise UsageError("state is for policies that learn, but servers of a cluster follow the plan")
+    if options.keep_prefixes:
+        raise UsageError("keep_prefixes is true, but servers of a cluster would share one file; leave it out")
     for option, port in (
         ("--port", endpoints.port),
         ("--set cluster.peer_port", cluster.peer_port),

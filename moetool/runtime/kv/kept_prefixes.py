@@ -19,7 +19,8 @@ from moetool.runtime.decoding import PAGE_TOKENS
 
 _KIND, _SCHEMA_VERSION = "moetool_prefixes", 1
 _DIGEST_BYTES = 32
-_MOST_HEADER = 1 << 26
+_MOST_PAGES, _MOST_HEADER = 1 << 18, 1 << 24
+_BLOCK_BYTES = 1 << 24
 _HASH_DIGITS = 32
 
 
@@ -44,28 +45,29 @@ class PrefixFile:
         }
 
     def save(self, hashes: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Write the pages with these hashes, or remove the file if there are none.
+        """Write the pages with these hashes; without any the earlier file stays.
 
         Raises:
-            MoetoolError: the disk failed. The previous file stays intact.
+            MoetoolError: disk or memory failed, or another server writes the file. The earlier one stays intact.
         """
+        hashes, pages = hashes[-_MOST_PAGES:], pages[-_MOST_PAGES:]
         if not pages:
-            self.path.unlink(missing_ok=True)
             return
         head = json.dumps({**self._facts, "hashes": [one.hex() for one in hashes]}).encode() + b"\n"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with durable.staged_file(self.path) as partial, partial.open("wb") as file:
+            with durable.alone(self.path), durable.staged_file(self.path) as partial, partial.open("wb") as file:
                 partial.chmod(0o600)
                 digest = hashlib.blake2b(head, digest_size=_DIGEST_BYTES)
                 file.write(head)
                 for rows in self._tensors:
                     by_page = rows.view(-1, PAGE_TOKENS * rows[0].numel())
-                    content = by_page[torch.tensor(pages, device=rows.device)].cpu().view(torch.uint8).numpy().data
-                    digest.update(content)
-                    file.write(content)
+                    for begin, end in _blocks(rows, len(pages)):
+                        chosen = by_page[torch.tensor(pages[begin:end], device=rows.device)].cpu()
+                        content = chosen.view(torch.uint8).numpy().data
+                        digest.update(content)
+                        file.write(content)
                 file.write(digest.digest())
-        except OSError as error:
+        except (OSError, RuntimeError, MemoryError) as error:
             raise MoetoolError(f"cannot keep the prefixes in {self.path}: {first_line(error)}") from error
 
     def load(self, most_pages: int) -> list[bytes]:
@@ -76,17 +78,22 @@ class PrefixFile:
 
         Raises:
             MismatchError: the file is damaged, or of another checkpoint, data type or layout.
+            MoetoolError: it cannot be read.
         """
-        if not self.path.exists():
-            return []
         try:
-            require_regular(self.path)
+            num_bytes = require_regular(self.path)
             with self.path.open("rb") as file:
-                return self._read(file, most_pages)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                return self._read(file, num_bytes, most_pages)
+        except FileNotFoundError:
+            return []
+        except RecursionError as error:
+            raise MismatchError(f"the prefixes in {self.path} are damaged ({first_line(error)})") from None
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise MoetoolError(f"the prefixes in {self.path} cannot be read ({first_line(error)})") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MismatchError(f"the prefixes in {self.path} are damaged ({first_line(error)})") from None
 
-    def _read(self, file: BinaryIO, most_pages: int) -> list[bytes]:
+    def _read(self, file: BinaryIO, num_bytes: int, most_pages: int) -> list[bytes]:
         line = file.readline(_MOST_HEADER)
         found: dict[str, Any] = json.loads(line)
         hashes = [bytes.fromhex(one) for one in found.pop("hashes")]
@@ -95,16 +102,25 @@ class PrefixFile:
                 raise MismatchError(f"the prefixes in {self.path} have {name} {shortened(has)}, expected {expected}")
         if any(len(one) * 2 != _HASH_DIGITS for one in hashes):
             raise ValueError("a hash has another length")
+        page_bytes = sum(PAGE_TOKENS * rows[0].nbytes for rows in self._tensors)
+        if num_bytes != (expected := len(line) + len(hashes) * page_bytes + _DIGEST_BYTES):
+            raise ValueError(f"it has {num_bytes} bytes, expected {expected}")
         skipped = max(0, len(hashes) - most_pages)
         digest = hashlib.blake2b(line, digest_size=_DIGEST_BYTES)
         for rows in self._tensors:
-            page_bytes = PAGE_TOKENS * rows[0].nbytes
-            content = bytearray(len(hashes) * page_bytes)
-            if file.readinto(content) != len(content):  # type: ignore[attr-defined]
-                raise ValueError("it is incomplete")
-            digest.update(content)
-            kept = torch.frombuffer(content, dtype=rows.dtype).view(-1, *rows.shape[1:])[skipped * PAGE_TOKENS :]
-            rows[PAGE_TOKENS : PAGE_TOKENS + len(kept)] = kept.to(rows.device)
+            for begin, end in _blocks(rows, len(hashes)):
+                content = bytearray(file.read((end - begin) * PAGE_TOKENS * rows[0].nbytes))
+                digest.update(content)
+                kept = torch.frombuffer(content, dtype=rows.dtype).view(-1, *rows.shape[1:])
+                kept = kept[max(0, skipped - begin) * PAGE_TOKENS :]
+                row = (1 + max(0, begin - skipped)) * PAGE_TOKENS
+                rows[row : row + len(kept)] = kept.to(rows.device)
         if file.read(_DIGEST_BYTES + 1) != digest.digest():
             raise ValueError("its digest is another")
         return hashes[skipped:]
+
+
+def _blocks(rows: torch.Tensor, num_pages: int) -> list[tuple[int, int]]:
+    """Begin and end of the pages of a layer that are copied at a time."""
+    size = max(1, _BLOCK_BYTES // (PAGE_TOKENS * rows[0].nbytes))
+    return [(begin, min(begin + size, num_pages)) for begin in range(0, num_pages, size)]

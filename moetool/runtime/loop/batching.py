@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moetool.base.errors import MismatchError, UsageError
+from moetool.base.errors import MoetoolError, UsageError
 from moetool.base.types import Phase
 from moetool.kernels.cpu.attention import find_attention_kernel
 from moetool.models.cache_argument import cache_argument
@@ -201,11 +201,11 @@ class Batcher:
         self._prefixes = PrefixFile(path, facts, self._pages.tensors)
         try:
             self._ledger.restore(self._prefixes.load(self._ledger.limit))
-        except MismatchError as error:
+        except MoetoolError as error:
             _LOG.warning("%s; starting without them", error)
 
     def save_prefixes(self) -> None:
-        """Write the prefixes of ended requests, if a file keeps them. Raises: MoetoolError: the disk failed."""
+        """Write the prefixes of ended requests, if a file keeps them. Raises: MoetoolError: see `PrefixFile.save`."""
         if self._prefixes is not None:
             kept = self._ledger.kept
             self._prefixes.save(list(kept), list(kept.values()))

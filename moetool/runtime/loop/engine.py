@@ -219,10 +219,10 @@ class Engine:
         return answer.result()
 
     def close(self) -> None:
-        """Cancel remaining requests, end the thread, save the policy's state, kept prefixes and the log.
+        """Cancel remaining requests, end the thread, save the policy's state, the log and kept prefixes.
 
         Raises:
-            MoetoolError: state, prefixes or log could not be written.
+            MoetoolError: state, log or prefixes could not be written.
         """
         with self._wake:
             if self.state != "failed":
@@ -244,6 +244,9 @@ class Engine:
                 lost.append(str(error))
 
         self.runtime.close()
+        for save in (self._save, None if self._log is None else self._log.close):
+            if save is not None:
+                write(save)
         if self.state != "failed" and isinstance(self.batcher, Batcher):
             write(self.batcher.save_prefixes)
         self.batcher.close()
@@ -254,9 +257,6 @@ class Engine:
         )
         if self._closes_model:
             self._loaded.close()
-        for save in (self._save, None if self._log is None else self._log.close):
-            if save is not None:
-                write(save)
         if lost:
             raise MoetoolError("; ".join(lost))
 

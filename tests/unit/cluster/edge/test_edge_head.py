@@ -486,6 +486,8 @@ def test_settings_of_each_server(reference: Path) -> None:
     assert [one.options.first_device for one in given] == [2, 2]
     with refused(UsageError, "state", "policies", "learn"):
         _settings(reference, options=ServeOptions(state="x"))
+    with refused(UsageError, "keep_prefixes"):
+        _settings(reference, options=ServeOptions(keep_prefixes=True))
     with refused(UsageError, 65535):
         _settings(reference, port=65535)
     with refused(CapacityError, "GPU 0"):
