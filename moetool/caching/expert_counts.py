@@ -8,8 +8,8 @@ import numpy as np
 from moetool.base.types import ModelSpec
 from moetool.caching.residency import Step, StepKind
 
-_MOST_PLACES = 16
-"""Most places with numbers of their own; beyond, they are added up."""
+_MOST_DEVICES = 16
+"""Most devices with numbers of their own; beyond, they are added up."""
 _COMPUTE, _LOAD, _HOST = StepKind.COMPUTE, StepKind.LOAD, StepKind.HOST
 
 
@@ -18,60 +18,55 @@ class ExpertCounts:
 
     Attributes:
         used: events that needed the expert.
-        missed: those at which it was not resident, so that it was loaded on demand or computed on the host.
+        hits: those at which it was resident: neither loaded on demand nor computed on the host.
         loaded: its loads, on demand and ahead.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         keys = spec.num_layers * spec.num_experts
-        self.used, self.missed, self.loaded = [0] * keys, [0] * keys, [0] * keys
+        self.used, self.hits, self.loaded = [0] * keys, [0] * keys, [0] * keys
 
     def add(self, steps: Sequence[Step]) -> None:
-        """Count a program: each expert that its event needs is computed by one step, here or on the host."""
-        used, missed, loaded = self.used, self.missed, self.loaded
-        on_demand = []
+        """Count a program: one step computes each expert that its event needs, here (after its load) or on the host."""
+        used, hits, loaded = self.used, self.hits, self.loaded
+        on_demand = set()
         for kind, key, _, _ in steps:
             if kind is _COMPUTE:
                 used[key] += 1
+                hits[key] += key not in on_demand
             elif kind is _HOST:
                 used[key] += 1
-                missed[key] += 1
             else:
                 loaded[key] += 1
                 if kind is _LOAD:
-                    on_demand.append(key)
-        if on_demand:
-            needed = {step.key for step in steps if step.kind is _COMPUTE}
-            for key in on_demand:
-                missed[key] += key in needed
+                    on_demand.add(key)
 
     def to_map(self, spec: ModelSpec, resident: Collection[int]) -> dict[str, Any]:
         """Return `expert_map` of one machine whose pool has these keys, with its hits by layer."""
         shape = spec.num_layers, spec.num_experts
         resident_LE = np.zeros(shape, np.int64)
         resident_LE.ravel()[list(resident)] = 1
-        used_LE, loaded_LE = np.reshape(self.used, shape), np.reshape(self.loaded, shape)
-        found = expert_map(spec, [("", resident_LE, used_LE, loaded_LE)])
-        hits_L = used_LE.sum(axis=1) - np.reshape(self.missed, shape).sum(axis=1)
+        hits_L = np.reshape(self.hits, shape).sum(axis=1)  # before `used`, which grows first
+        found = expert_map(spec, [("", resident_LE, np.reshape(self.used, shape), np.reshape(self.loaded, shape))])
         return {**found, "by_layer": {**found["by_layer"], "hits": hits_L.tolist()}}
 
 
-def expert_map(spec: ModelSpec, places: Iterable[tuple[str, np.ndarray, np.ndarray, np.ndarray]]) -> dict[str, Any]:
+def expert_map(spec: ModelSpec, devices: Iterable[tuple[str, np.ndarray, np.ndarray, np.ndarray]]) -> dict[str, Any]:
     """Return where experts are and how often they are used and loaded, for `/stats`: by layer, and by expert.
 
     Args:
-        places: name, resident_LE, used_LE and loaded_LE of each machine or GPU.
+        devices: name, resident_LE, used_LE and loaded_LE of each machine or GPU.
     """
-    shown = list(places)
-    total_3LE = np.array([[np.asarray(values, np.int64) for values in place[1:]] for place in shown]).sum(axis=0)
-    if len(shown) > _MOST_PLACES:
+    shown = list(devices)
+    total_3LE = np.array([[np.asarray(values, np.int64) for values in device[1:]] for device in shown]).sum(axis=0)
+    if len(shown) > _MOST_DEVICES:
         shown = [(f"all {len(shown)}", *total_3LE)]
     names = ("resident", "needed", "loaded")
     return {
         "layers": list(spec.layer_ids_L),
         "experts": list(spec.num_experts_L),
         "by_layer": dict(zip(names, total_3LE.sum(axis=2).tolist(), strict=True)),
-        "places": [
+        "devices": [
             {
                 "name": name,
                 **{kind: np.asarray(a, np.int64).ravel().tolist() for kind, a in zip(names, values, strict=True)},

@@ -26,6 +26,7 @@ from moetool.training.predictor import build
 from moetool.training.tokens import Tokens
 from moetool.tuning.replay import SERVED, ReplaySetup, replay, replay_served
 from tests.engines import engine, require_replayed
+from tests.live_page import missing_fields
 from tests.refusals import refused
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]
@@ -192,6 +193,7 @@ def test_a_log_with_changes_of_policy_replays_as_it_was_served(reference: Path, 
     counts, stats = made.residency.counts, made.stats()
     made.close()
     assert [row["policy"] for row in stats["policy_changes"]] == ["lru", "foresight", "lfu by layer"]
+    assert not [field for field in missing_fields("serverView", {"engine": stats}) if field.startswith("row")]
     trace = Trace(log)
     budget = [64 * trace.spec.slot_bytes]
     row, plain = replay(trace, ["served", "foresight"], budget)

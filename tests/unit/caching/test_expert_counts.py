@@ -22,7 +22,7 @@ def test_each_needed_expert_counts_once_and_every_load() -> None:
     )
     found = counts.to_map(spec, [1, 5, 6])
     assert found["by_layer"] == {"resident": [1, 2], "needed": [0, 3], "loaded": [1, 2], "hits": [0, 1]}
-    (place,) = found["places"]
+    (place,) = found["devices"]
     assert place["resident"] == [0, 1, 0, 0, 0, 1, 1, 0] and place["loaded"] == [0, 1, 0, 0, 0, 1, 1, 0]
     assert place["needed"] == [0, 0, 0, 0, 1, 1, 0, 1]
 
@@ -32,4 +32,4 @@ def test_many_places_are_added_up() -> None:
     ones_LE = np.ones((1, 2), bool)
     found = expert_map(spec, [(f"s{n}", ones_LE, 2 * ones_LE, 0 * ones_LE) for n in range(17)])
     assert found["by_layer"] == {"resident": [34], "needed": [68], "loaded": [0]}
-    assert [place["needed"] for place in found["places"]] == [[34, 34]]
+    assert [place["needed"] for place in found["devices"]] == [[34, 34]]

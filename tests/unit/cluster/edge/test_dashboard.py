@@ -56,7 +56,7 @@ def test_the_state_has_what_the_page_shows(world: World, page: dashboard.Dashboa
     assert experts["by_layer"]["resident"] == [
         sum(layer == place[0] for server in state["servers"] for place in server["held"]) for layer in experts["layers"]
     ]
-    loaded = sum(sum(place["loaded"]) for place in experts["places"])
+    loaded = sum(sum(place["loaded"]) for place in experts["devices"])
     assert loaded == sum(decision["copies"] for decision in state["decisions"] if decision["outcome"] == "done") > 0
 
 

@@ -23,6 +23,7 @@ from moetool.cluster.parallel.startup import ParallelOptions, open_predictors, r
 from moetool.placement.decide import Decision
 from moetool.placement.latency import layers_s
 from tests.clusters import make_cluster
+from tests.live_page import missing_fields
 from tests.refusals import refused
 from tests.synthetic import make_spec
 
@@ -211,6 +212,8 @@ def test_a_decision_is_carried_out_once_or_dropped_when_it_is_late() -> None:
     assert placing.stages() == [] and len(placing.decisions) == 1
     assert (placing.placed_GLE == placing.decisions[0].placed_GLE).all()
     (entry,) = placing.history
+    shown = missing_fields("ranksView", {"engine": {"decisions": [entry]}})
+    assert not [field for field in shown if field.startswith("row")]
     moved = sum(len(stage["copies"]) for stage in stages)
     assert (entry["batch"], entry["saw"], entry["copies"], entry["taken_s"]) == (5, "cascade", moved, 0.0)
     link_bytes_s = CLUSTER.link(0, 0)[0]

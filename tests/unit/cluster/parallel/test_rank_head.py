@@ -149,8 +149,9 @@ def test_the_end_of_a_batch_that_was_lost_ends_no_other() -> None:
     assert [(o.token, o.finish) for o in outputs] == [(5, "stop")] and len(head.batches) == 1
     stats = head.stats()
     server = {"status": head.state, "uptime_seconds": 1.0}
-    assert not missing_fields("ranksView", {"model": "model", "settings": [], "server": server, "engine": stats})
-    first, second = stats["experts"]["places"]
+    shown = {"model": "model", "settings": [], "server": server, "engine": stats}
+    assert missing_fields("ranksView", shown) == {"engine.decisions[0]"}  # the placement is offline
+    first, second = stats["experts"]["devices"]
     assert first["resident"] == [1, 1, 1, 1] and not any(second["resident"])  # rank 1 is gone
     assert first["needed"] == [1, 0, 0, 0] and stats["experts"]["by_layer"]["needed"] == [1]
     assert stats["memory_bytes"] == {"dense": 100, "kv_cache": 10, "expert_slots": 4 * SPEC.slot_bytes}
