@@ -206,6 +206,7 @@ def plan_cache(
     if chosen is not plain:
         shown = chosen.replay(candidates, held_out)
         evidence = [shown if row.policy == shown.policy else row for row in evidence]
+    candidates.progress.end()
     choice = chosen.row
     uses_LE = _uses(trace, used)
     predicts = candidates.pays(choice.policy)

@@ -18,6 +18,7 @@ from moetool.tuning.replay import AS_RECORDED, ReplayRow, ReplaySetup
 from moetool.tuning.replay_jobs import replay_with_jobs
 
 _LOG = logging.getLogger(__name__)
+_ACTIVITY = "replaying candidates (requests)"
 
 
 def servable(trace: Trace, predictor: Any) -> list[str]:
@@ -99,9 +100,14 @@ class SearchProgress:
 
         def show(_: str, tokens: int, all_tokens: int) -> None:
             done = before + amount * tokens // max(1, all_tokens)
-            self._report("replaying candidates (requests)", done, max(self._expected, self._begun))
+            self._report(_ACTIVITY, done, max(self._expected, self._begun))
 
         return show
+
+    def end(self) -> None:
+        """Report that no replay follows."""
+        total = max(self._expected, self._begun)
+        self._report(_ACTIVITY, total, total)
 
 
 class Candidates:

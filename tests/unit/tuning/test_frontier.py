@@ -97,7 +97,8 @@ def test_the_frontier_is_the_plans_of_its_budgets(trace: Trace, slow: Any) -> No
     assert len({title for title, _, _ in shown}) == 1  # one amount for all replays, which never restarts
     done, totals = [now[1] for now in shown], [now[2] for now in shown]
     assert done == sorted(done) and totals == sorted(totals)
-    assert 1.1 * totals[0] > totals[-1] >= done[-1] > totals[0] / 2
+    assert 1.1 * totals[0] > totals[-1] == done[-1]
+    assert done[-2] > 0.8 * totals[-1]  # the estimate was near
     memory = [point["device_memory_bytes"] for point in plan.frontier]
     assert memory == [5_500, 12_500, 13_500, 19_500, 27_500]
     assert [point["chosen"] for point in plan.frontier].count(True) == 1
