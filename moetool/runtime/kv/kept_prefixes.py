@@ -20,7 +20,7 @@ from moetool.runtime.decoding import PAGE_TOKENS
 _KIND, _SCHEMA_VERSION = "moetool_prefixes", 1
 _DIGEST_BYTES = 32
 _MOST_PAGES, _MOST_HEADER = 1 << 18, 1 << 24
-_BLOCK_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 24
 _HASH_DIGITS = 32
 
 
@@ -122,5 +122,5 @@ class PrefixFile:
 
 def _blocks(rows: torch.Tensor, num_pages: int) -> list[tuple[int, int]]:
     """Begin and end of the pages of a layer that are copied at a time."""
-    size = max(1, _BLOCK_BYTES // (PAGE_TOKENS * rows[0].nbytes))
+    size = max(1, BLOCK_BYTES // (PAGE_TOKENS * rows[0].nbytes))
     return [(begin, min(begin + size, num_pages)) for begin in range(0, num_pages, size)]

@@ -54,7 +54,7 @@ def test_without_pages_there_is_no_file(path: Path) -> None:
 @pytest.mark.parametrize("block_bytes", [1, 50, 10**6])
 def test_blocks_make_no_difference(path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
     before = path.read_bytes()
-    monkeypatch.setattr(kept_prefixes, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(kept_prefixes, "BLOCK_BYTES", block_bytes)
     PrefixFile(path, FACTS, _rows()).save(HASHES, [4, 1, 3])
     assert path.read_bytes() == before
     rows = [torch.zeros_like(layer) for layer in _rows()]
