@@ -103,6 +103,9 @@ class CaptureNode:
             self._writer.flush()
         except MoetoolError as error:
             return type(error).__name__, str(error)
+        except Exception as error:  # every node would fail on this batch, so this one must not seem lost
+            _LOG.exception("batch %d failed", number)
+            return "MoetoolError", f"batch {number}: {type(error).__name__}: {errors.first_line(error)}"
         finally:
             batches[number] = []
         return "", ""
@@ -197,10 +200,11 @@ class _Shards:
         self._stage, self._workers, self._names, self._setup = stage, workers, names, setup
         self._left, self._running = deque(missing), set[int]()
         self._error: MoetoolError | None = None
+        self._serving = {n for n in range(len(names)) if workers.is_started(n)}
         self._why = ""
         self._changed = threading.Condition()
         self._states: dict[int, tuple[int, ExpertReads | None]] = {}
-        self._num_batches = [0] * len(names)
+        self._num_batches, self._num_tokens = [0] * len(names), [0] * len(names)  # of finished batches
         self._kept_tokens = stage.plan.num_tokens - stage.plan.tokens_of(missing)
 
     @property
@@ -211,11 +215,7 @@ class _Shards:
 
     def run(self) -> None:
         """Have all batches forwarded. Raises: MoetoolError: a batch failed, or no node is left."""
-        threads = [
-            threading.Thread(target=self._serve, args=(n,), daemon=True)
-            for n in range(len(self._names))
-            if self._workers.is_started(n)
-        ]
+        threads = [threading.Thread(target=self._serve, args=(n,), daemon=True) for n in self._serving]
         for thread in threads:
             thread.start()
         began = time.perf_counter()
@@ -236,28 +236,51 @@ class _Shards:
         while (number := self._next()) is not None:
             lost, failed = "", None
             try:
-                kind, text = self._workers.call(n, "forward", number, self._items(number), timeout_s=_BATCH_S)
-                if kind:
-                    failed = getattr(errors, kind, MoetoolError)(text)
-                elif not self._stage.file(number).exists():
-                    self._fetch(n, number)
-                self._ask(n)
+                failed = self._forward(n, number)
             except MoetoolError as error:  # of the process or the connection
                 lost = str(error)
             except OSError as error:  # of the stage's disk
                 failed = MoetoolError(f"{self._stage.path}: {errors.first_line(error)}")
-            with self._changed:
-                self._running.discard(number)
-                self._error = self._error or failed
-                self._num_batches[n] += not lost
-                if lost and not self._stage.file(number).exists():
-                    self._left.appendleft(number)
-                self._why = lost or self._why
-                self._changed.notify_all()
+            except Exception as error:
+                _LOG.exception("batch %d failed", number)
+                failed = MoetoolError(f"batch {number}: {type(error).__name__}: {errors.first_line(error)}")
+            finally:
+                self._end(n, number, lost, failed)
             if lost:
-                _LOG.warning("node %s is lost: %s", self._names[n], lost)
-                self._setup.on_note(f"{lost}; the others take up its batch")
                 return
+
+    def _forward(self, n: int, number: int) -> MoetoolError | None:
+        """Have a node finish a batch; returns why the batch failed. Raises: MoetoolError: the node is lost."""
+        kind, text = self._workers.call(n, "forward", number, self._items(number), timeout_s=_BATCH_S)
+        if kind:
+            failed: MoetoolError = getattr(errors, kind, MoetoolError)(text)
+            return failed
+        if not self._stage.file(number).exists():
+            self._fetch(n, number)
+        with contextlib.suppress(MoetoolError):  # the batch is finished: a node that is lost by now fails the next one
+            self._ask(n)
+        return None
+
+    def _end(self, n: int, number: int, lost: str, failed: MoetoolError | None) -> None:
+        """Count a batch, or return that of a lost node."""
+        with self._changed:
+            self._running.discard(number)
+            self._error = self._error or failed
+            self._why = lost or self._why
+            if self._stage.file(number).exists():
+                self._num_batches[n] += 1
+                self._num_tokens[n] += self._stage.plan.tokens_of([number])
+            elif lost:
+                self._left.appendleft(number)
+            if lost:
+                self._serving.discard(n)
+                if n in self._states:  # another node forwards the unfinished batch again
+                    self._states[n] = (self._num_tokens[n], self._states[n][1])
+            note = f"{lost}; the others take up its batch" if self._left and self._serving else lost
+            self._changed.notify_all()
+        if lost:
+            _LOG.warning("node %s is lost: %s", self._names[n], lost)
+            self._setup.on_note(note)
 
     def _next(self) -> int | None:
         """Take the next batch; wait while others may come back; None at the end."""
@@ -293,13 +316,14 @@ class _Shards:
         """Ask a node how far it is; of two answers the later one counts."""
         state = self._workers.call(n, "state", timeout_s=timeout_s)
         with self._changed:
-            self._states[n] = max(state, self._states.get(n, state), key=lambda one: one[0])
+            if n in self._serving:
+                self._states[n] = max(state, self._states.get(n, state), key=lambda one: one[0])
 
     def _report(self, began: float) -> None:
         """Ask the nodes how far they are, and report it."""
         if self._setup.on_progress is None:
             return
-        for n in range(len(self._names)):
+        for n in sorted(self._serving):
             with contextlib.suppress(MoetoolError):
                 self._ask(n, _TICK_S)
         done = sum(tokens for tokens, _ in self._states.values())
