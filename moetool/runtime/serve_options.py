@@ -48,7 +48,7 @@ class ServeOptions:
             the part of a new prompt that differs from them.
         keep_prefixes: keep these prefixes in a file between runs: beside `state`, else in the user's cache folder
             (`moetool cache`). Written at the end, as large as the KV cache; unusable with another checkpoint, dtype or
-            device. Not for families whose requests have caches of their own.
+            device. Not for families whose requests have caches of their own, or policies that change routes.
         max_requests: requests per batch; others queue. 0 is automatic: 8 if some experts have no slot, because each
             further request needs more experts at once; otherwise up to 64, with more than 8 only if the KV cache holds
             all of them at full length.
