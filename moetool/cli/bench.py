@@ -133,8 +133,8 @@ def policies(
     start: Annotated[
         list[str],
         typer.Option(
-            help="What runs before the tokens that count: cold (nothing), task (other requests of the task), others "
-            "(requests of other tasks); comma-separated."
+            help="Requests before the tokens that count: none (cold), of the same task (task) or of other tasks "
+            "(others); comma-separated."
         ),
     ] = ["cold,task,others"],
     task: Annotated[str | None, typer.Option(help="Task that counts (default: the last of each trace).")] = None,

@@ -13,8 +13,9 @@ from moetool.base.errors import UsageError
 from moetool.cli.flags import Json, Overwrite, settable
 
 if TYPE_CHECKING:
-    from moetool.base.types import Cluster
+    from moetool.base.types import Cluster, ModelSpec
     from moetool.placement.engine_slots import SlotChoice
+    from moetool.placement.plan import MigrationPlan
     from moetool.placement.planning import PlannerRow, PlanningInputs, Setting
 
 _SETTINGS = ("seed", "starts", "sides", "routing", "value_bytes")
@@ -113,6 +114,7 @@ def placement(
     )
     _print_choices(inputs)
     _print(rows, plan.cluster, setting, plan.costs, _c_max({planner: plan.options}))
+    _print_assumption(plan.spec, setting)
 
 
 def score(
@@ -142,6 +144,7 @@ def score(
         return
     costs = f"{setting.costs}; in {row.score.unit}"
     _print([row], chosen.cluster, setting, costs, _c_max({chosen.planner: chosen.options}))
+    _print_assumption(chosen.spec, setting)
     for a, b, sent in row.score.link_bytes:
         tables.print_paragraph(f"  {a} -> {b}: {summed_bytes([sent])}, dispatch and combine")
 
@@ -209,11 +212,21 @@ def compare(
     if out is not None and found.plan is not None:
         found.plan.save(out)
     if as_json:
-        tables.print_json([row.to_json() for row in found.rows])
+        tables.print_json(
+            {
+                "plan": None if out is None or found.plan is None else str(out),
+                "best": found.best,
+                "scores": [row.to_json() for row in found.rows],
+                "slot_choices": [choice.to_json() for choice in found.inputs.choices],
+                "left_out": found.left_out,
+                "migration": None if found.migration is None else _migration_json(found.migration),
+            }
+        )
         return
     _print_choices(found.inputs)
     costs = f"{setting.costs}; in {found.rows[0].score.unit}"
     _print(found.rows, machines, setting, costs, _c_max(options))
+    _print_assumption(found.inputs.spec, setting)
     for line in (*found.left_out, *verdict(found.rows)):
         tables.print_paragraph(line)
     if found.migration is not None:
@@ -272,7 +285,10 @@ def migrate(
     )
     plan.save(out)
     if as_json:
-        tables.print_json({**plan.to_json(), "pays_after_tokens": plan.pays_after_tokens})
+        tables.print_json(_migration_json(plan))
+        return
+    if not plan.moves:
+        tables.print_paragraph(f"{out}: nothing moves")
         return
     aside = sum(move.kind == "stage" for move in plan.moves)
     tables.print_paragraph(f"{out}: {tables.numbered(len(plan.moves), 'move')}, {aside:,} through host memory")
@@ -290,6 +306,7 @@ def migrate(
             f"{'worth it' if plan.worth_it else 'not worth it'}; as printed against {plan.printed_s:,.2f} s: "
             f"{'worth it' if plan.saved_s > plan.printed_s else 'not worth it'}"
         )
+    _print_assumption(after.spec, setting)
     if plan.windows is not None:
         tables.print_paragraph(f"fits into {plan.windows:,} compute phases of {window_ms:g} ms")
 
@@ -369,6 +386,18 @@ def _print(rows: "Sequence[PlannerRow]", cluster: "Cluster", setting: "Setting",
         f"settings: c_max {c_max}; tokens start {setting.starts}; sides {setting.sides}; routing {setting.copies}; "
         f"seed {setting.seed}"
     )
+
+
+def _print_assumption(spec: "ModelSpec", setting: "Setting") -> None:
+    """Print what the costs of a named machine assume about the model."""
+    from moetool.costing.machine_profile import assumption
+
+    if setting.machine is not None and (assumed := assumption(spec)):
+        tables.print_paragraph(assumed)
+
+
+def _migration_json(migration: "MigrationPlan") -> dict[str, Any]:
+    return {**migration.to_json(), "pays_after_tokens": migration.pays_after_tokens}
 
 
 def _print_choices(inputs: "PlanningInputs") -> None:

@@ -65,6 +65,16 @@ def machine_profile(machine: NamedMachine, spec: ModelSpec) -> CostProfile:
     )
 
 
+def assumption(spec: ModelSpec) -> str:
+    """Return what the costs assume about a model; empty if a recipe has it."""
+    if _recipe(spec) is not None:
+        return ""
+    return (
+        f"no recipe has {spec.name}, so the parameters of its experts are assumed to take 2 bytes each; if they are "
+        f"quantized, T_comp is too small: import with --set name=NAME of one of {', '.join(recipe_names('models'))}"
+    )
+
+
 def _compute(rates: Rates, expert: tuple[float, float], dense: tuple[float, float]) -> ComputeCosts:
     """Costs of a device. Args: expert, dense: bytes and parameters of an expert, and of a layer without its experts."""
     fixed, nothing = rates.layer_s, Curve(x=(1,), y=(0.0,))

@@ -200,6 +200,8 @@ def migration_lines(migration: MigrationPlan, window_tokens: float | None = None
     Args:
         window_tokens: mean tokens of a window of counts, to say it in windows too.
     """
+    if not migration.moves:
+        return ["migration: nothing moves"]
     copies = sum(move.kind == "copy" for move in migration.moves)
     moved = (
         f"migration: {copies:,} copies, {count(migration.bytes, 'B')}, {migration.parallel_s:,.3g} s with all GPUs at "

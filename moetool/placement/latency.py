@@ -166,7 +166,8 @@ def profiled_latency(
     profile.check(spec)
     if spec.hidden_size <= 0:
         raise MismatchError(
-            f"the hidden size of {spec.name} is unknown, and so are bytes per token; leave out --profile"
+            f"the hidden size of {spec.name} is unknown, and so are bytes per token; import its trace again with "
+            f"--set hidden_size=NUMBER, or leave out --profile and --machine"
         )
     devices = {costs.device for costs in profile.compute}
     named = {frozenset(link.between) for link in cluster.links}

@@ -10,7 +10,7 @@ from moetool.base.types import UNKNOWN_BYTES, ModelSpec, Phase
 from moetool.caching.machine_split import MachineSplit
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
-from moetool.costing.machine_profile import machine_profile
+from moetool.costing.machine_profile import assumption, machine_profile
 from moetool.costing.machines import read_named_machine, read_named_model
 from moetool.costing.pricing import Prices, TimelineOptions
 from moetool.costing.timeline import Timeline
@@ -100,6 +100,16 @@ def test_a_model_without_a_recipe_is_assumed_to_be_in_16_bits() -> None:
     known, unknown = (machine_profile(machine, replace(spec, name=name)) for name in (spec.name, "nobody/else"))
     assert known.on("cuda").expert(1) == unknown.on("cuda").expert(1)
     assert known.on("cuda").attention(1) != unknown.on("cuda").attention(1)
+
+
+def test_a_model_without_a_recipe_is_told_what_is_assumed() -> None:
+    spec = _spec("gpt-oss-20b")
+    other = replace(spec, name="unnamed model")
+    assert not assumption(spec) and "unnamed model" in assumption(other)
+    known, assumed = (
+        machine_profile(read_named_machine("h100-node"), each).on("cuda").expert(4096) for each in (spec, other)
+    )
+    assert known / assumed == pytest.approx(2 / 0.532, rel=0.01)  # bytes of a parameter: assumed, and of MXFP4
 
 
 def test_machines_and_models_without_figures_are_refused() -> None:
