@@ -210,7 +210,8 @@ def test_trained_saved_and_loaded(name: str, tmp_path: Path, capfd: pytest.Captu
         assert cards[0]["weights"] != cards[2]["weights"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b", "c", "trace"]
     files = sorted(file.name for file in (tmp_path / "a").iterdir())
-    assert files == ["README.md", "card.json", "predictor.safetensors"]
+    log = ["hparams.yaml", "metrics.csv"] if name in LEARNED else []
+    assert files == ["README.md", "card.json", *log, "predictor.safetensors"]
 
     first, second = load_predictor(tmp_path / "a"), load_predictor(tmp_path / "b")
     assert (first.name, first.spec) == (name, Trace(trace).spec)
