@@ -1,6 +1,7 @@
 """Automatic choices of a capture: device, data type, memory, policy, and the prompts that run together."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class CaptureMemory:
         io_threads: threads that read experts (default: automatic).
         policy: cache policy (default: lru with equal slots per layer).
         processes: processes on this machine that divide its memory.
+        limit_bytes: memory of this process, as another has divided that of the machine (default: as it is free now).
         shards: processes and machines that share the batches.
         composition: the prompts that run together, as another process or machine or an interrupted run has chosen them.
     """
@@ -50,6 +52,7 @@ class CaptureMemory:
     io_threads: int | None = None
     policy: str | None = None
     processes: int = 1
+    limit_bytes: int | None = None
     shards: int = 1
     composition: Composition | None = None
 
@@ -66,6 +69,7 @@ class CaptureSetup:
         composition: the prompts that run together.
         choices: (setting, value, reason) for display.
         lengths: of the prompts.
+        memory: wishes of the other processes of this machine, so that all have equal parts of its memory.
     """
 
     options: ServeOptions
@@ -75,6 +79,7 @@ class CaptureSetup:
     composition: Composition
     choices: tuple[tuple[str, str, str], ...]
     lengths: Lengths
+    memory: CaptureMemory
 
     def open_model(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         """Load the model with its experts in the pool."""
@@ -93,14 +98,14 @@ class CaptureSetup:
         """Estimate the capture at these rates."""
         return capture_cost(checkpoint, self.options, self.composition, self.lengths, self.budget.slots, rates)
 
-    def cost_here(self, checkpoint: Checkpoint) -> CaptureCost | None:
-        """Estimate a large capture on this machine; None for a small one. Effects: as `measured_rates`."""
+    def cost_here(self, checkpoint: Checkpoint, folder: Path) -> CaptureCost | None:
+        """Estimate a large capture on this machine; None for a small one. Args and effects: as of `measured_rates`."""
         num_bytes = most_reads(checkpoint.spec, self.composition, self.lengths, self.budget.slots)
         num_bytes *= checkpoint.spec.slot_bytes
         products = 2 * sum(full for _, full in self.lengths) * checkpoint.num_active_parameters
         if num_bytes < _ESTIMATED_BYTES and products < _ESTIMATED_PRODUCTS:
             return None
-        return self.cost(checkpoint, measured_rates(self.options.device, checkpoint.path)[0])
+        return self.cost(checkpoint, measured_rates(self.options.device, folder)[0])
 
 
 def cost_on(checkpoint: Checkpoint, machine: FitMachine, lengths: Lengths) -> CaptureCost:
@@ -138,13 +143,17 @@ def choose(
     chosen, why = on_this_machine(checkpoint, given)
     why |= dict.fromkeys(given, "as set")
     options = parse(ServeOptions, chosen, "capture")
-    machine = machine or this_machine(checkpoint, options, policy=memory.policy or "lru")
+    divided = memory.limit_bytes is not None
+    machine = machine or this_machine(checkpoint, options, policy=memory.policy or "lru", planned=divided)
+    if memory.limit_bytes is not None:
+        machine = replace(machine, limit_bytes=memory.limit_bytes, source="part of this process")
     if memory.processes > 1:
         share = (machine.limit_bytes - (memory.processes - 1) * machine.library_bytes) // memory.processes
         machine = replace(
             machine, limit_bytes=max(0, share), source=f"{machine.source} of {memory.processes} processes"
         )
         options = replace(options, host_memory_bytes=options.host_memory_bytes // memory.processes)
+    part = replace(memory, limit_bytes=machine.limit_bytes, host_memory_bytes=options.host_memory_bytes, processes=1)
     model = footprint(checkpoint, options)
     limit, beside = machine.limit_bytes, 0
     if memory.device_memory_bytes is not None:
@@ -175,6 +184,7 @@ def choose(
         composition=composition,
         choices=_choices(checkpoint, options, budget, why, composition, (policy, pool), lengths),
         lengths=lengths,
+        memory=part,
     )
 
 

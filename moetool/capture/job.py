@@ -125,7 +125,6 @@ class CapturePlan:
         empty: number of prompts left out because they have no token.
         refused: why prompts were left out that the model cannot read.
         facts: inputs that determine the rows; equal facts give equal rows.
-        notes: what was chosen and left out, for the user.
     """
 
     checkpoint: Checkpoint
@@ -136,7 +135,6 @@ class CapturePlan:
     facts: dict[str, Any]
     composition: Composition | None = None
     refused: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     @property
     def spec(self) -> ModelSpec:

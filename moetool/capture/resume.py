@@ -13,6 +13,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pyarrow as pa
 from moetool.base import durable
 from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line
 from moetool.base.json_files import read_json
-from moetool.capture.job import CapturePlan, require_disk
+from moetool.capture.job import CaptureOptions, CapturePlan, require_disk
 from moetool.trace.reader import MANIFEST
 from moetool.trace.rows import to_token_batch
 from moetool.trace.writer import TraceWriter
@@ -42,10 +43,21 @@ def stored_facts(out: Path) -> dict[str, Any]:
     except (OSError, MismatchError):
         pass
     try:
-        composition = read_json(out / MANIFEST, advice="")["provenance"]["composition"]
+        provenance = read_json(out / MANIFEST, advice="")["provenance"]
+        return {name: provenance[name] for name in ("composition", "threads")}
     except (OSError, MismatchError, KeyError, TypeError):
         return {}
-    return {"composition": composition}
+
+
+def resumed_threads(options: CaptureOptions, out: Path, default: int = 0) -> CaptureOptions:
+    """Return options with the threads of an interrupted or complete capture for `out`, where none are given.
+
+    Args:
+        default: threads if there is no such capture.
+    """
+    stored = stored_facts(out).get("threads")
+    known = stored if isinstance(stored, int) and stored > 0 else default
+    return replace(options, threads=options.threads or known)
 
 
 class CaptureFolder:

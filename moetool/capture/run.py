@@ -16,13 +16,13 @@ import torch
 
 from moetool.base import durable
 from moetool.base.tables import aligned
-from moetool.capture.automatic import CaptureMemory, choose
+from moetool.capture.automatic import CaptureMemory, CaptureSetup, choose
 from moetool.capture.batch_run import BatchRun, ExpertReads, OnProgress
 from moetool.capture.batch_writer import BatchWriter
 from moetool.capture.composition import Composition, stored_composition
 from moetool.capture.estimate import Lengths
 from moetool.capture.job import CaptureOptions, CapturePlan, plan_capture, provenance, read_prompts
-from moetool.capture.resume import CaptureFolder, open_stage, stored_facts
+from moetool.capture.resume import CaptureFolder, open_stage, resumed_threads, stored_facts
 from moetool.measuring.fit import spoken
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel, load_full, parse_device, parse_dtype
@@ -125,11 +125,11 @@ def capture(
         MoetoolError: the disk or a forward failed.
     """
     began = time.perf_counter()
-    plan, open_model = open_plan(model, prompts, out, options, setup)
-    with enter_stage(plan, out, setup) as stage:
+    plan, chosen = open_plan(model, prompts, out, options, setup)
+    with enter_stage(plan, chosen, out, setup) as stage:
         reads = None
         if not stage.finished():
-            reads = run_batches(stage, stage.missing(), open_model, setup.on_progress)
+            reads = run_batches(stage, stage.missing(), chosen.open_model, setup.on_progress)
         return finish(stage, setup.overwrite, began, reads)
 
 
@@ -139,13 +139,15 @@ def open_plan(
     out: Path,
     options: CaptureOptions,
     setup: RunSetup,
-) -> tuple[CapturePlan, OpenModel]:
-    """Plan a capture, after cheap checks, as its interrupted run was composed; returns how to load its model too."""
+) -> "tuple[CapturePlan, ChosenRun]":
+    """Plan a capture, after cheap checks, as its interrupted run was composed; returns how it runs too."""
     if options.dtype is not None:
         parse_dtype(options.dtype)
     if options.device is not None:
         parse_device(options.device)
-    if not setup.resume:
+    if setup.resume:
+        options = resumed_threads(options, out)
+    else:
         durable.require_absent(out, setup.overwrite, MANIFEST)
     checkpoint = Checkpoint.open(model)
     read = read_prompts(prompts, checkpoint, options)
@@ -156,13 +158,12 @@ def open_plan(
         setup = replace(setup, memory=replace(setup.memory, composition=composition))
     chosen = choose_run(checkpoint, read.lengths, options, setup)
     plan = plan_capture(checkpoint, read, chosen.options, pooled=chosen.pooled, composition=chosen.composition)
-    notes = [*chosen.notes, *left_out(plan.refused)]
     _LOG.info(
         "capture of %s: %d prompts in %d batches, %d too long, %d empty, %d refused; %s",
         *(plan.spec.name, plan.num_prompts, len(plan.batches), plan.too_long, plan.empty, len(plan.refused)),
         plan.facts,
     )
-    return replace(plan, notes=tuple(notes)), chosen.open_model
+    return plan, chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,18 +174,30 @@ class ChosenRun:
         options: with device and data type.
         composition: the prompts that run together; None: batches of `options.batch_size`.
         open_model: loads the model.
-        notes: the choices with their reasons.
+        setup: what was chosen, and why; None: by the caller.
     """
 
     options: CaptureOptions
     composition: Composition | None
     open_model: OpenModel
-    notes: tuple[str, ...] = ()
+    setup: CaptureSetup | None = None
 
     @property
     def pooled(self) -> bool:
         """Whether experts are computed from a pool."""
         return self.open_model is not load_full
+
+    def notes(self, checkpoint: Checkpoint, folder: Path) -> list[str]:
+        """Describe the choices with their reasons, and the time of a large capture. Args: as of `cost_here`."""
+        if self.setup is None:
+            return []
+        choices = [*self.setup.choices]
+        if (cost := self.setup.cost_here(checkpoint, folder)) is not None:
+            seconds = f"{spoken(cost.read_s)} of reading, {spoken(cost.compute_s)} of computing"
+            choices.append(("time", seconds, f"at most, at rates measured here and in {folder}"))
+        if self.pooled:
+            return aligned(choices)
+        return [*aligned(choices), "every expert is in memory, because column resident needs a second forward"]
 
 
 def choose_run(checkpoint: Checkpoint, lengths: Lengths, options: CaptureOptions, setup: RunSetup) -> ChosenRun:
@@ -194,20 +207,14 @@ def choose_run(checkpoint: Checkpoint, lengths: Lengths, options: CaptureOptions
     given = {"device": options.device, "dtype": options.dtype}
     given = {name: value for name, value in given.items() if value is not None}
     chosen = choose(checkpoint, lengths, given, memory=setup.memory, batch_size=options.batch_size)
-    choices = [*chosen.choices]
-    if (cost := chosen.cost_here(checkpoint)) is not None:
-        seconds = f"{spoken(cost.read_s)} of reading, {spoken(cost.compute_s)} of computing"
-        choices.append(("time", seconds, "at most, at rates measured here"))
-    notes = aligned(choices)
     composition, open_model = chosen.composition, chosen.open_model
     if "resident" in options.keep and setup.memory.device_memory_bytes is None:
-        notes.append("every expert is in memory, because column resident needs a second forward")
         composition, open_model = replace(composition, slots=0), load_full
     return ChosenRun(
         options=replace(options, device=chosen.options.device, dtype=chosen.options.dtype),
         composition=composition,
         open_model=open_model,
-        notes=tuple(notes),
+        setup=chosen,
     )
 
 
@@ -219,10 +226,10 @@ def left_out(refused: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def enter_stage(plan: CapturePlan, out: Path, setup: RunSetup) -> Iterator[CaptureFolder]:
-    """Call `open_stage` with a run's setup; the plan's notes follow once the output is known to be writable."""
+def enter_stage(plan: CapturePlan, chosen: ChosenRun, out: Path, setup: RunSetup) -> Iterator[CaptureFolder]:
+    """Call `open_stage` with a run's setup; notes follow once the output is known to be writable."""
     with open_stage(out, plan, resume=setup.resume, overwrite=setup.overwrite, on_note=setup.on_note) as stage:
-        for note in plan.notes:
+        for note in (*chosen.notes(plan.checkpoint, out.absolute().parent), *left_out(plan.refused)):
             setup.on_note(note)
         yield stage
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from moetool.capture.resume import CaptureFolder
+from moetool.capture.resume import CaptureFolder, resumed_threads
 from moetool.capture.run import (
     NEW_RUN,
     Captured,
@@ -41,7 +41,7 @@ def capture_under_torchrun(
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
-        options = replace(options, threads=options.threads or 1)
+        options = resumed_threads(options, out, 1) if setup.resume else replace(options, threads=options.threads or 1)
         memory = replace(setup.memory, processes=int(os.environ.get("LOCAL_WORLD_SIZE", world)), shards=world)
         setup = replace(setup, memory=memory)
 
@@ -53,13 +53,13 @@ def capture_under_torchrun(
 
         if rank > 0:
             dist.barrier()  # the stage has the composition
-            plan, open_model = open_plan(model, prompts, out, options, replace(setup, resume=True))
-            share(CaptureFolder(out, plan), open_model)
+            plan, chosen = open_plan(model, prompts, out, options, replace(setup, resume=True))
+            share(CaptureFolder(out, plan), chosen.open_model)
             return None
-        plan, open_model = open_plan(model, prompts, out, options, setup)
-        with enter_stage(plan, out, setup) as stage:
+        plan, chosen = open_plan(model, prompts, out, options, setup)
+        with enter_stage(plan, chosen, out, setup) as stage:
             dist.barrier()
-            share(stage, open_model)
+            share(stage, chosen.open_model)
             return finish(stage, setup.overwrite, began)
     finally:
         dist.destroy_process_group()

@@ -27,10 +27,11 @@ from moetool.capture.automatic import CaptureMemory
 from moetool.capture.batch_run import BatchRun, ExpertReads, progress_note
 from moetool.capture.batch_writer import BatchWriter
 from moetool.capture.job import CaptureOptions, CapturePlan, Item, machine_facts
-from moetool.capture.resume import FACTS, CaptureFolder, difference, stage_path
+from moetool.capture.resume import FACTS, CaptureFolder, difference, resumed_threads, stage_path
 from moetool.capture.run import NEW_RUN, Captured, RunSetup, choose_run, enter_stage, finish, load, open_plan
 from moetool.cluster.launch import ClusterAddress, Workers
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import use_threads
 from moetool.prompts.gather import Prompt
 
 _LOG = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class CaptureNode:
     ) -> None:
         self._done_tokens = 0
         checkpoint = Checkpoint.open(model)
+        options = replace(options, threads=use_threads(checkpoint.config, options.threads))
         chosen = choose_run(checkpoint, lengths, options, RunSetup(memory=memory))
         own = machine_facts(checkpoint, chosen.options, pooled=chosen.pooled)
         if differing := [name for name, value in own.items() if facts.get(name) != value]:
@@ -158,7 +160,7 @@ def capture_on_cluster(
     began = time.perf_counter()
     if where.address is None:
         names = [f"worker {n}" for n in range(1, (where.count or 1) + 1)]
-        options = replace(options, threads=options.threads or 1)
+        options = resumed_threads(options, out, 1) if setup.resume else replace(options, threads=options.threads or 1)
         setup = replace(setup, memory=replace(setup.memory, processes=len(names), shards=len(names)))
     else:
         from moetool.cluster.ray_check import ask_head
@@ -168,8 +170,11 @@ def capture_on_cluster(
         machines = ask_head(where.address).machines
         names = [machine.servers[0] if machine.servers else machine.address for machine in machines]
         setup = replace(setup, memory=replace(setup.memory, shards=len(names)))
-    plan, _ = open_plan(model, prompts, out, options, setup)
-    with enter_stage(plan, out, setup) as stage:
+    plan, chosen = open_plan(model, prompts, out, options, setup)
+    memory = replace(setup.memory, composition=plan.composition)
+    if where.address is None and chosen.setup is not None:
+        memory = replace(chosen.setup.memory, composition=plan.composition)
+    with enter_stage(plan, chosen, out, setup) as stage:
         missing = [] if stage.finished() else stage.missing()
         if not missing:
             return finish(stage, setup.overwrite, began)
@@ -178,7 +183,7 @@ def capture_on_cluster(
             "out": str(out.resolve()),
             "facts": plan.facts,
             "options": replace(plan.options, data=()),
-            "memory": replace(setup.memory, composition=plan.composition),
+            "memory": memory,
             "lengths": tuple((len(item.ids), item.full_tokens) for batch in plan.batches for item in batch),
         }
         names = names[: len(missing)]

@@ -201,12 +201,12 @@ def test_memory_and_composition_are_chosen_and_reused(tmp_path: Path) -> None:
     assert made.reads is not None and made.reads.experts > composition["slots"]
     assert made.reads.tokens == made.tokens
 
-    plan, open_model = open_plan("reference", texts, tmp_path / "b", options, setup)
+    plan, chosen = open_plan("reference", texts, tmp_path / "b", options, setup)
     with (
         pytest.raises(KeyboardInterrupt),
         open_stage(tmp_path / "b", plan, resume=False, overwrite=False, on_note=lambda note: None) as stage,
     ):
-        run_batches(stage, [1], open_model)
+        run_batches(stage, [1], chosen.open_model)
         raise KeyboardInterrupt
     more = RunSetup(memory=CaptureMemory(device_memory_bytes=2 * memory), resume=True)
     capture_with_options("reference", texts, tmp_path / "b", options, more)

@@ -1,17 +1,23 @@
 """Nodes of a capture, in this process: which errors end it, and which lose a node."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from moetool.base.errors import MoetoolError
-from moetool.capture.run import CaptureOptions, RunSetup
+from moetool.base.errors import MismatchError, MoetoolError
+from moetool.base.json_files import read_json
+from moetool.capture.automatic import CaptureMemory, CaptureSetup
+from moetool.capture.resume import FACTS, stage_path
+from moetool.capture.run import CaptureOptions, RunSetup, capture
 from moetool.cluster import capture_shards
 from moetool.cluster.capture_shards import CaptureNode, capture_on_cluster
 from moetool.cluster.launch import parse_where
 from moetool.prompts import gather
+from moetool.prompts.gather import Prompt
 from moetool.trace.reader import Trace
 
 OPTIONS = CaptureOptions(max_new_tokens=2, batch_size=1, dtype="float32", keep=("topk",), threads=1)
@@ -22,15 +28,18 @@ class _Nodes:
 
     Attributes:
         fails: error of the node's next call of a method.
-        forwarded: calls of `forward`.
+        forwarded: nodes of the calls of `forward`.
+        memory: wishes of the nodes.
     """
 
     fails: dict[tuple[int, str], Exception]
     forwarded: list[int]
+    memory: list[CaptureMemory]
 
     def __init__(
         self, where: Any, build: type[CaptureNode], arguments: list[dict[str, Any]], names: list[str], **more: Any
     ) -> None:
+        _Nodes.memory = [one["memory"] for one in arguments]
         self._nodes = [build(**one) for one in arguments]
 
     def is_started(self, n: int) -> bool:
@@ -56,8 +65,11 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Nodes]]:
 
 
 def _capture(out: Path, **setup: Any) -> Any:
-    texts = gather.load(["chat"], max_prompts=3)
-    return capture_on_cluster("reference", texts, out, OPTIONS, parse_where("local:2"), RunSetup(**setup))
+    return capture_on_cluster("reference", _texts(), out, OPTIONS, parse_where("local:2"), RunSetup(**setup))
+
+
+def _texts() -> list[Prompt]:
+    return gather.load(["chat"], max_prompts=3)
 
 
 def _break(*args: Any) -> None:
@@ -97,3 +109,42 @@ def test_the_last_node_has_no_others(nodes: type[_Nodes], tmp_path: Path) -> Non
     with pytest.raises(MoetoolError, match="gone"):
         _capture(tmp_path / "t", on_note=notes.append)
     assert [note for note in notes if "gone" in note] == ["gone; the others take up its batch", "gone"]
+
+
+def test_a_capture_resumes_with_its_threads_and_the_heads_division_of_memory(
+    nodes: type[_Nodes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted capture of one process with two threads, by two workers whose default is one.
+
+    Only the process that says how long it takes measures, beside the output.
+    """
+    folders: list[Path] = []
+    monkeypatch.setattr(CaptureSetup, "cost_here", lambda setup, checkpoint, folder: folders.append(folder))
+    before = torch.get_num_threads()
+    with monkeypatch.context() as broken:
+        batch, left = capture_shards.BatchRun.batch, iter([0])
+        broken.setattr(capture_shards.BatchRun, "batch", lambda run, n: batch(run, n) if n in left else _break())
+        with pytest.raises(RuntimeError):
+            capture("reference", _texts(), tmp_path / "t", replace(OPTIONS, threads=2))
+    kept = read_json(stage_path(tmp_path / "t") / FACTS, advice="")
+    assert kept["threads"] == 2
+    try:
+        setup = RunSetup(resume=True)
+        options = replace(OPTIONS, threads=0)
+        capture_on_cluster("reference", _texts(), tmp_path / "t", options, parse_where("local:2"), setup)
+    finally:
+        torch.set_num_threads(before)
+    assert Trace(tmp_path / "t").manifest["provenance"]["threads"] == 2
+    assert len(nodes.forwarded) == 2  # one batch was kept
+    limits = {memory.limit_bytes for memory in nodes.memory}
+    assert len(nodes.memory) == 2 and len(limits) == 1 and None not in limits
+    assert {memory.processes for memory in nodes.memory} == {1}
+    assert folders == [tmp_path, tmp_path]
+
+
+def test_a_node_with_other_threads_is_refused(
+    nodes: type[_Nodes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_shards, "use_threads", lambda config, threads: threads + 1)
+    with pytest.raises(MismatchError, match="threads"):
+        _capture(tmp_path / "t")
