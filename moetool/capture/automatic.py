@@ -96,11 +96,15 @@ class CaptureSetup:
 
     def cost(self, checkpoint: Checkpoint, rates: Rates) -> CaptureCost:
         """Estimate the capture at these rates."""
-        return capture_cost(checkpoint, self.options, self.composition, self.lengths, self.budget.slots, rates)
+        processes = _processes(self.memory, self.composition)
+        return capture_cost(
+            checkpoint, self.options, self.composition, self.lengths, self.budget.slots, rates, processes
+        )
 
     def cost_here(self, checkpoint: Checkpoint, folder: Path) -> CaptureCost | None:
         """Estimate a large capture on this machine; None for a small one. Args and effects: as of `measured_rates`."""
-        num_bytes = most_reads(checkpoint.spec, self.composition, self.lengths, self.budget.slots)
+        processes = _processes(self.memory, self.composition)
+        num_bytes = most_reads(checkpoint.spec, self.composition, self.lengths, self.budget.slots, processes)
         num_bytes *= checkpoint.spec.slot_bytes
         products = 2 * sum(full for _, full in self.lengths) * checkpoint.num_active_parameters
         if num_bytes < _ESTIMATED_BYTES and products < _ESTIMATED_PRODUCTS:
@@ -182,7 +186,9 @@ def choose(
         policy=policy,
         pool=pool,
         composition=composition,
-        choices=_choices(checkpoint, options, budget, why, composition, (policy, pool), lengths),
+        choices=_choices(
+            checkpoint, options, budget, why, composition, (policy, pool), lengths, _processes(memory, composition)
+        ),
         lengths=lengths,
         memory=part,
     )
@@ -228,6 +234,11 @@ def _compose(
     )
 
 
+def _processes(memory: CaptureMemory, composition: Composition) -> int:
+    """Processes that have a batch."""
+    return min(memory.shards, len(composition.sizes))
+
+
 def _choices(
     checkpoint: Checkpoint,
     options: ServeOptions,
@@ -236,6 +247,7 @@ def _choices(
     composition: Composition,
     policy: tuple[str, str],
     lengths: Lengths,
+    processes: int,
 ) -> tuple[tuple[str, str, str], ...]:
     spec = checkpoint.spec
     memory = budget.limit_bytes if budget.limit_bytes is not None else budget.device_bytes
@@ -259,7 +271,7 @@ def _choices(
         ("decode width", width, reason),
         ("policy", policy[0] + form, why.get("policy") or ("survives cyclic scans" if form else "the default")),
     ]
-    reads = most_reads(spec, composition, lengths, budget.slots)
+    reads = most_reads(spec, composition, lengths, budget.slots, processes)
     rows.append(("reads", f"at most {count(reads * spec.slot_bytes, 'B')}", "if tokens chose experts independently"))
     if options.host_memory_bytes:
         rows.append(("host memory", count(options.host_memory_bytes, "B"), why["host_memory_bytes"]))

@@ -23,7 +23,7 @@ class CaptureCost(JsonRecord):
     """What a capture costs at most: real routes repeat experts and answers end early, so it reads less.
 
     Attributes:
-        prompts, together, batches: prompts, most of them in a batch, and batches.
+        prompts, together, batches: prompts, most of them that run at once, and batches.
         tokens: forwarded tokens.
         experts: expert reads.
         read_bytes: bytes of these experts.
@@ -51,18 +51,27 @@ class CaptureCost(JsonRecord):
 
 
 def capture_cost(
-    checkpoint: Checkpoint, options: ServeOptions, composition: Composition, lengths: Lengths, slots: int, rates: Rates
+    checkpoint: Checkpoint,
+    options: ServeOptions,
+    composition: Composition,
+    lengths: Lengths,
+    slots: int,
+    rates: Rates,
+    processes: int = 1,
 ) -> CaptureCost:
     """Estimate a capture.
 
     Args:
         options: data type and host memory.
         slots: expert slots.
+        processes: processes that share the batches, each with its own slots and host memory.
     """
     spec, size = checkpoint.spec, checkpoint.spec.slot_bytes
-    reads = most_reads(spec, composition, lengths, slots)
-    missing = max(0.0, 1 - options.host_memory_bytes / spec.all_experts_bytes)  # from host memory
-    on_disk = min(reads, max(missing * reads, spec.total_experts))  # each is read from disk once
+    reads = most_reads(spec, composition, lengths, slots, processes)
+    absent = max(0.0, 1 - options.host_memory_bytes / spec.all_experts_bytes)  # from host memory
+    evicted = 1 - slots / spec.total_experts  # from the slots; host memory holds what they do, too
+    missing = min(1.0, absent / evicted) if evicted > 0 else 1.0
+    on_disk = min(reads, max(missing * reads, processes * spec.total_experts))  # each process reads each from disk
     dense, bits = (
         checkpoint.dense_token_bytes(parse_dtype(options.dtype)),
         8 * size / checkpoint.layers[0].form.num_elements,
@@ -87,14 +96,15 @@ def capture_cost(
     )
 
 
-def most_reads(spec: ModelSpec, composition: Composition, lengths: Lengths, slots: int) -> float:
+def most_reads(spec: ModelSpec, composition: Composition, lengths: Lengths, slots: int, processes: int = 1) -> float:
     """Expert reads if tokens choose experts independently and all requests of a batch decode to their limit together.
 
     Args:
-        slots: expert slots.
+        slots: expert slots of a process.
+        processes: processes that share the batches.
     """
     if slots >= spec.total_experts:
-        return float(spec.total_experts)
+        return float(processes * spec.total_experts)
     missed = 1 - slots / spec.total_experts
     return sum(
         times * _needed(spec, tokens) * (missed if decodes else 1)

@@ -110,6 +110,18 @@ def capture(
 
     if answers and server is not None:
         raise UsageError("--answers forwards given answers, but --server decodes; leave one out")
+    if workers > 1:
+        if cluster is not None:
+            raise UsageError(f"--workers {workers} and --cluster {cluster} both share the batches; give one of them")
+        cluster = f"local:{workers}"
+    if cluster is not None:
+        shares = f"--workers {workers}" if workers > 1 else f"--cluster {cluster}"
+        if server is not None:
+            raise UsageError(f"{shares} shares the forwards of this tool's model, but --server forwards; leave one out")
+        from moetool.capture.torchrun import under_torchrun
+
+        if under_torchrun():
+            raise UsageError(f"torchrun's processes share the batches; leave out {shares}, or run without torchrun")
     model = with_revision(model, revision)
     values = parse_settings(settings)
     wanted = values.pop("data", {})
@@ -163,10 +175,6 @@ def capture(
         io_threads=io_threads,
         policy=policy,
     )
-    if workers > 1:
-        if cluster is not None:
-            raise UsageError(f"--workers {workers} and --cluster {cluster} both share the batches; give one of them")
-        cluster = f"local:{workers}"
     setup = RunSetup(memory=memory, overwrite=overwrite, resume=resume, on_note=note)
     with tables.stages() as report:
         setup = replace(setup, on_progress=partial(report, f"capturing {model}"))

@@ -6,6 +6,7 @@ import typer
 
 from moetool.base import tables
 from moetool.base.config import parse_bytes
+from moetool.base.errors import CapacityError
 from moetool.cli.flags import Json, Revision
 
 if TYPE_CHECKING:
@@ -61,18 +62,23 @@ def fit(
         _print_shape(opened, as_json)
         return
     on = fit_machine(options)
-    found, cost = estimate(opened, on), None
-    if capture is not None and found.budget is not None:
+    found, cost, problem = estimate(opened, on), None, ""
+    if capture is not None:
         from moetool.capture.automatic import cost_on
 
-        cost = cost_on(opened, on, [(CAPTURED_TOKENS, CAPTURED_TOKENS + CAPTURED_ANSWER)] * capture)
+        try:
+            cost = cost_on(opened, on, [(CAPTURED_TOKENS, CAPTURED_TOKENS + CAPTURED_ANSWER)] * capture)
+        except CapacityError as error:
+            problem = str(error)
     if as_json:
-        tables.print_json(found.to_json() | ({} if cost is None else {"capture": cost.to_json()}))
+        more = {} if capture is None else {"capture": None if cost is None else cost.to_json()}
+        tables.print_json(found.to_json() | more)
         return
     _print(found)
-    if cost is not None:
+    if capture is not None:
         print()
-        tables.print_paragraph(f"capture of {tables.numbered(cost.prompts, 'prompt')}: {cost.describe()}")
+        said = f"not possible: {problem}" if cost is None else cost.describe()
+        tables.print_paragraph(f"capture of {tables.numbered(capture, 'prompt')}: {said}")
 
 
 def headline(found: "Fit") -> str:

@@ -391,6 +391,15 @@ def test_numbers_that_make_no_sense(run: Run, trace: Path, tmp_path: Path) -> No
     _one_line(run(*replay, "--policy", "", "--budget", "50%"), 2, "names nothing")
 
 
+def test_batches_are_shared_in_one_way(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = ("capture", "reference", "--data", "chat", "--max-prompts", 1, "--out", tmp_path / "t")
+    for shares in (("--workers", 2), ("--cluster", "local:2")):
+        _one_line(run(*capture, *shares, "--server", "http://localhost:1"), 2, shares[0], "--server")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _one_line(run(*capture, "--cluster", "local:2"), 2, "--cluster", "torchrun")
+
+
 def test_devices_and_tiers_that_cannot_be_had(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -423,7 +432,8 @@ def test_a_stopped_capture_is_gone_on_with_or_removed(run: Run, tmp_path: Path) 
     (stage / "batch-00000000.arrow").touch()
     (stage / "capture.json").write_text('{"threads": 7, "dtype": "float32"}')
     _one_line(run(*capture), 2, f"{stage} contains an interrupted capture", "--resume", f"rm -r {stage}")
-    _one_line(run(*capture, "--resume"), 3, "is of another capture", "threads was 7, and is 1 now", f"rm -r {stage}")
+    resumed = run(*capture, "--resume", "--threads", 1)
+    _one_line(resumed, 3, "is of another capture", "threads was 7, and is 1 now", f"rm -r {stage}")
 
 
 def test_importing_and_replaying_what_others_published(run: Run, tmp_path: Path) -> None:

@@ -30,6 +30,15 @@ def test_json_has_the_same(run: Run) -> None:
     assert found["tokens_per_s"] == pytest.approx(1 / sum(found["token"][f"{p}_s"] for p in _PARTS))
 
 
+def test_the_capture_of_a_model_that_does_not_fit_says_why(run: Run) -> None:
+    arguments = ("fit", "qwen3-30b-a3b", *LAPTOP, "--memory", "1GB", "--capture", "1000")
+    code, out, _ = run(*arguments)
+    assert code == 0 and "capture of 1,000 prompts: not possible" in " ".join(out.split())
+    code, out, _ = run(*arguments, "--json")
+    found = json.loads(out)
+    assert code == 0 and not found["fits"] and found["capture"] is None
+
+
 _PARTS = ("memory", "fixed", "link", "disk")
 
 

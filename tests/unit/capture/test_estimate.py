@@ -5,9 +5,10 @@ import pytest
 
 from moetool.capture.automatic import cost_on
 from moetool.capture.composition import Composition
-from moetool.capture.estimate import most_reads
+from moetool.capture.estimate import capture_cost, most_reads
 from moetool.measuring.fit_machine import FitOptions, fit_machine
 from moetool.models.checkpoint import Checkpoint
+from moetool.runtime.serve_options import ServeOptions
 from tests import synthetic_routes
 
 SPEC = synthetic_routes.make_spec(num_experts=16)
@@ -35,6 +36,22 @@ def test_independent_routes_read_as_many_experts() -> None:
 def test_with_a_slot_for_every_expert_each_is_read_once() -> None:
     composition = Composition(sizes=(2,), kv_tokens=64, chunk_tokens=8)
     assert most_reads(SPEC, composition, [(3, 8)] * 2, SPEC.total_experts) == SPEC.total_experts
+    assert most_reads(SPEC, composition, [(3, 8)] * 2, SPEC.total_experts, 3) == 3 * SPEC.total_experts
+
+
+def test_host_memory_holds_what_the_slots_do_too() -> None:
+    """An expert is read from disk if host memory lacks it: more slots save reads from host memory alone."""
+    checkpoint = Checkpoint.open("qwen3-30b-a3b", weights=False)
+    spec, rates = checkpoint.spec, fit_machine(FitOptions(machine="pc-rtx-4090-ddr5")).rates
+    options = ServeOptions(device="cuda", dtype="bfloat16", host_memory_bytes=spec.all_experts_bytes // 2)
+    composition, lengths = Composition(sizes=(4,), kv_tokens=4096, chunk_tokens=4), [(1, 1000)] * 4
+    none, few, many = (
+        capture_cost(checkpoint, options, composition, lengths, int(share * spec.total_experts), rates)
+        for share in (0, 1 / 8, 3 / 8)
+    )
+    assert many.read_bytes < 0.8 * few.read_bytes
+    for cost in (few, many):
+        assert cost.disk_bytes == pytest.approx(none.read_bytes / 2, rel=0.01)
 
 
 def test_a_capture_on_named_machines_reads_what_their_memory_lacks() -> None:
