@@ -494,7 +494,7 @@ def test_recipes_are_written_as_the_command_line_is(run: Run, trace: Path, tmp_p
 def test_files_where_folders_are_expected_and_the_other_way_round(run: Run, trace: Path, tmp_path: Path) -> None:
     _one_line(run("serve", "reference", "--plan", trace), 2, "is a directory, expected a plan's file")
     _one_line(run("serve", "reference", "--plan", tmp_path / "p.json"), 2, "moetool plan cache --trace")
-    _one_line(run("plan", "export", trace, "--format", "sglang", "--out", tmp_path / "e"), 2, "is a directory")
+    _one_line(run("plan", "export", trace, "--format", "sglang", "--out", tmp_path / "e.json"), 2, "is a directory")
     _one_line(run("profile", "reference", "--out", tmp_path), 2, "is a directory, expected the name of a file")
 
 
