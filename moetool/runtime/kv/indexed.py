@@ -15,7 +15,7 @@ from moetool.runtime.decoding import is_indexed
 from moetool.runtime.kv.pages import KvPages
 
 MOST_SCORES = 2**24
-"""Most scores of an indexer at once."""
+"""Most scores of an indexer, and numbers of a mask, at once."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ def choose_by_sequence(
         cached: the pages, under the name that the model gives its cache; None: the tokens are one whole sequence.
 
     Returns:
-        For each sequence, which query attends to which key, bool [t, N]; None: to all up to its own.
+        For each sequence, the keys of each query, int32 [t, k], some of them repeated; None: all up to its own.
     """
     ((name, pages),) = cached.items()
     count, device = hidden_1TD.shape[1], hidden_1TD.device
@@ -70,7 +70,7 @@ def choose_by_sequence(
     for begin, end, first, last in sequences:
         keys = _IndexKeys(rows, key_rows[first:last], last - first - (end - begin))
         chooses = last - first > indexer.index_topk
-        allowed_TN = torch.zeros(end - begin, last - first, dtype=torch.bool, device=device) if chooses else None
+        parts: list[torch.Tensor] = []
         step = max(1, MOST_SCORES // (indexer.n_heads * (last - first)))
         for at in range(begin, end, step):
             part = slice(at, min(at + step, end))
@@ -85,11 +85,18 @@ def choose_by_sequence(
                 None,
                 **{name: keys},
             )
-            if allowed_TN is not None:
-                rows_TN = allowed_TN[at - begin : part.stop - begin, :held]
-                rows_TN.scatter_(1, chosen_1TK[0].long(), True).logical_and_(causal_TN)
-        choices.append(allowed_TN)
+            if chooses:
+                own_T1 = torch.arange(held - len(causal_TN), held, device=device)[:, None]
+                parts.append(_up_to_own(chosen_1TK[0], own_T1, indexer.index_topk))
+        choices.append(torch.cat(parts) if chooses else None)
     return choices
+
+
+def _up_to_own(chosen_TK: torch.Tensor, own_T1: torch.Tensor, most: int) -> torch.Tensor:
+    """Keys of each query, int32 [T, most]; its best one, again, stands for those after its own."""
+    best_T1 = chosen_TK[:, :1]
+    padded_TK = torch.cat([chosen_TK, best_T1.expand(-1, most - chosen_TK.shape[1])], dim=1)
+    return torch.where(padded_TK <= own_T1, padded_TK, best_T1).int()
 
 
 def indexed_arguments(model: Any) -> dict[str, Any]:

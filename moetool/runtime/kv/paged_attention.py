@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moetool.kernels.cpu.attention import attend_one_query, find_attention_kernel, supports
 from moetool.models.transformers_internals import attention_of
+from moetool.runtime.kv import indexed
 from moetool.runtime.kv.indexed import indexed_arguments
 from moetool.runtime.kv.latents import Expansion, attend_to_rows, is_unexpanded
 from moetool.runtime.kv.pages import PLAIN, KvBatch
@@ -146,9 +147,9 @@ def attend_latents(
         alone = _causal_or_chosen(scaling, None if choices is None else choices[0])
         return attend_to_rows(expansion, query, row_T1W[:, 0], alone).transpose(1, 2).contiguous()
     kv_batch = _require_batch(module, kv_batch)
-    allowed: dict[int, torch.Tensor | None] = {}
+    chosen: dict[int, torch.Tensor | None] = {}
     if choices is not None:
-        allowed = dict(zip(kv_batch.query_ends, choices, strict=False))
+        chosen = dict(zip(kv_batch.query_ends, choices, strict=False))
         kv_batch = kv_batch.of_chosen(choices)
     rows = kv_batch.pages.keys[module.layer_idx]
     rows.index_copy_(0, kv_batch.write_row_T, row_T1W)
@@ -167,17 +168,29 @@ def attend_latents(
         output[0].index_copy_(0, row_B, expansion.values(sums_BHW.transpose(0, 1)).transpose(0, 1))
     row_NW = (row_T1W if spans.rows is None else rows.index_select(0, spans.rows))[:, 0]
     for begin, end, first, last in spans.others:
-        alone = _causal_or_chosen(scaling, allowed.get(begin) if end - begin > 1 else None)
+        alone = _causal_or_chosen(scaling, chosen.get(begin) if end - begin > 1 else None)
         one = attend_to_rows(expansion, query[:, :, begin:end], row_NW[first:last], alone)
         output[:, begin:end] = one.transpose(1, 2)
     return output
 
 
-def _causal_or_chosen(scaling: float | None, allowed_TN: torch.Tensor | None) -> Callable[..., torch.Tensor]:
-    """Attention of one sequence to all keys up to each query's own, or to allowed ones."""
-    if allowed_TN is None:
+def _causal_or_chosen(scaling: float | None, chosen_TK: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+    """Attention of one sequence to all keys up to each query's own, or to chosen ones."""
+    if chosen_TK is None:
         return partial(attend, scaling=scaling, window=None)
-    return partial(_scored, scaling=scaling, mask=allowed_TN)
+    return partial(_attend_to_chosen, scaling=scaling, chosen_TK=chosen_TK)
+
+
+def _attend_to_chosen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, chosen_TK: torch.Tensor
+) -> torch.Tensor:
+    """`attend` to the chosen keys of each query, for some queries at a time: a mask has a number for each key."""
+    outputs = []
+    step = max(1, indexed.MOST_SCORES // key.shape[2])
+    for part_TK, queries in zip(chosen_TK.split(step), query.split(step, dim=2), strict=True):
+        mask = torch.zeros(len(part_TK), key.shape[2], dtype=torch.bool, device=query.device)
+        outputs.append(_scored(queries, key, value, scaling, mask.scatter_(1, part_TK.long(), True)))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 def compiled_for_rows(query: torch.Tensor, rows: torch.Tensor) -> bool:

@@ -70,12 +70,12 @@ class KvBatch:
         """The batch in which each sequence with one new token has only the keys that it attends to.
 
         Args:
-            choices: for each sequence, which query attends to which key, bool [t, N]; None: to all before it.
+            choices: for each sequence, the keys of each query [t, k]; None: all before it.
         """
         rows = []
-        for (_, _, first, last), allowed_TN in zip(self.sequences, choices, strict=True):
-            chosen = slice(None) if allowed_TN is None or len(allowed_TN) > 1 else allowed_TN[0]
-            rows.append(self.key_rows[first:last][chosen])
+        for (_, _, first, last), chosen_TK in zip(self.sequences, choices, strict=True):
+            row_N = self.key_rows[first:last]
+            rows.append(row_N if chosen_TK is None or len(chosen_TK) > 1 else row_N[chosen_TK[0].sort().values])
         ends = list(accumulate(map(len, rows), initial=0))
         if ends == self.key_ends:
             return self

@@ -53,8 +53,8 @@ def _run(batcher: Batcher, prompts: list[list[int]], count: int = 6) -> list[lis
 
 @pytest.mark.parametrize("fixed_shapes", [False, True])
 def test_logits_are_those_of_the_expanded_form(model: Any, fixed_shapes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two prompts in chunks of 24, and their answers together; indexers score three queries at once."""
-    monkeypatch.setattr(indexed, "MOST_SCORES", 2000)
+    """Two prompts in chunks of 24, and answers together; one query is scored, and fewer than 24 attend, at once."""
+    monkeypatch.setattr(indexed, "MOST_SCORES", 500)
     made: list[torch.Tensor] = []
     batcher = Batcher(model, max_requests=2, kv_tokens=256, max_batch_tokens=24)
     batcher.fixed_shapes = fixed_shapes and not is_indexed(model.config)
