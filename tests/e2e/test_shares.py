@@ -120,6 +120,8 @@ def test_torchrun_writes_the_trace_of_one_process(tmp_path: Path, monkeypatch: p
         "3",
         "--threads",
         "1",
+        "--batch-size",  # chosen ones are smaller for two processes
+        "3",
     ]
     environment = child_environment(OMP_NUM_THREADS="1")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
