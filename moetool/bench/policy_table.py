@@ -96,12 +96,16 @@ def bench_policies(
     return made
 
 
+def _start(row: Row) -> str:
+    return row.get("start", "cold")  # results of 0.1 have no other
+
+
 def tables(made: BenchResult) -> Iterator[Any]:
     """A table per trace: fewest loads at the middle budget first, on the device or computed on the host."""
-    shares, starts = sorted(set(made.options["shares"])), made.options["starts"]
+    shares, starts = sorted(set(made.options["shares"])), made.options.get("starts", ["cold"])
     middle = shares[len(shares) // 2]
     for trace in dict.fromkeys(row["trace"] for row in made.rows):
-        cells = {(row["policy"], row["start"], row["share"]): row for row in made.of(trace=trace)}
+        cells = {(row["policy"], _start(row), row["share"]): row for row in made.of(trace=trace)}
         mine = [start for start in starts if any(key[1] == start for key in cells)]
 
         def loads(policy: str, cells: dict[Any, Row] = cells, start: str = mine[-1]) -> float:
@@ -125,8 +129,8 @@ def tables(made: BenchResult) -> Iterator[Any]:
 def figures(made: BenchResult) -> dict[str, ExperimentResult]:
     """Loads by share of the experts in memory: a figure per trace and start, of policies that load the fewest."""
     found = {}
-    for trace, start in dict.fromkeys((row["trace"], row["start"]) for row in made.rows):
-        rows = made.of(trace=trace, start=start)
+    for trace, start in dict.fromkeys((row["trace"], _start(row)) for row in made.rows):
+        rows = [row for row in made.of(trace=trace) if _start(row) == start]
         shares = sorted({row["share"] for row in rows})
         whole = {
             name: [row for row in rows if row["policy"] == name]
@@ -153,7 +157,7 @@ _DRAWN = 6  # policies of a figure
 def _spelled(row: Row | None) -> str:
     if row is None:
         return "-"
-    within = "" if row["within"] is None else f" ± {row['within']:.3f}".replace("0.", ".")
+    within = "" if row.get("within") is None else f" ± {row['within']:.3f}".replace("0.", ".")
     hosted = f" + {row['hosted']:.3f} on the host" if row["hosted"] else ""
     return f"{row['loaded']:.3f}{within}{hosted}"
 

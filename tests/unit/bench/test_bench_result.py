@@ -96,7 +96,7 @@ def test_rows_are_kept_while_a_bench_runs_and_shown_from_the_file(
     assert capsys.readouterr().out == shown
     kept = json.loads(file.read_text())
     assert kept["schema_version"] == 1 and len(kept["load"]) == 2 and kept["machine"]["cores"] >= 1
-    assert draw(read_result(file), tmp_path) == []
+    assert draw(read_result(file), tmp_path) == [tmp_path / "policies-law-cold.svg"]
 
 
 def test_files_of_other_versions_are_refused(tmp_path: Path) -> None:

@@ -122,7 +122,9 @@ def test_a_step_has_the_bits_of_the_modules(family: str) -> None:
                 assert difference <= (0.03 if latent else 0)
 
 
-@pytest.mark.parametrize("family", [family.name for family in _PAGED if family.unrecorded])
+@pytest.mark.parametrize(
+    "family", [each.name for each in _PAGED if each.unrecorded and "indexers" not in each.unrecorded]
+)  # indexed ones are refused by their pages, before any recording
 def test_other_families_are_said_to_run_by_their_modules(family: str) -> None:
     with pytest.raises(Unrecordable, match=r"no compiled function|not called with routes"):
         _lowered(_model(family), 1)
