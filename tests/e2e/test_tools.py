@@ -253,7 +253,7 @@ def test_references_that_end_are_followed(real: str) -> None:
     parameters = {"type": "object", "properties": {"list": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
     wanted = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
     tool = {"type": "function", "function": {"name": "now", "parameters": parameters | {"required": ["list"]}}}
-    asked = {**ANSWER, "logit_bias": {}, "max_tokens": 400}
+    asked = {**ANSWER, "logit_bias": {}, "max_tokens": 40}
     for more in (
         {"response_format": wanted},
         {"tools": [tool], "tool_choice": "required"},
