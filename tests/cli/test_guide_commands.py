@@ -55,7 +55,13 @@ NOT_RUN = {
         "ANTHROPIC_BASE_URL=": "Claude Code",
         "codex": "Codex",
     },
+    "predictors": {
+        "moetool train fused --trace trace --out fused --set fit.checkpoint": "a minute; test_fitting.py resumes fits",
+        "moetool train path_mlp": "Lightning's arguments; test_fit_trainer.py passes some",
+    },
     "traces": {
+        "moetool capture MODEL --data chat --out chats --cluster": "Ray on several hosts; test_hosts.py has two",
+        "moetool trace import hf://": "the hub; test_remote_files.py imports from a local one",
         "moetool trace import rollout.jsonl": "rollouts of an engine; test_routed_experts_rows.py imports some",
         "moetool trace import trainer.jsonl": "routes of a trainer; test_routed_experts_rows.py imports some",
         "moetool trace diff rollout trainer": "both; test_routed_experts_rows.py compares them",
