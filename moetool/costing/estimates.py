@@ -22,8 +22,8 @@ GPU_LAYER_S = 0.43e-3
 GPU_MISS_LAYER_S = 0.28e-3
 CPU_LAYER_S = 1.6e-3
 """Fixed processor seconds of a decoder layer in transformers' modules on a CPU (`moetool guide speed`)."""
-STEP_SHARE = 0.2
-"""Fixed time of a layer in a decode step that runs as a recorded program, relative to modules."""
+STEP_SHARE = 0.16
+"""Fixed time of a layer in a recorded decode step, relative to modules (`moetool guide speed`)."""
 LAYER_NORMS = 60
 """The same as a multiple of an RMS norm in six operations of torch, which this machine can time."""
 CPU_MISS_LAYER_S = 0.1e-3
