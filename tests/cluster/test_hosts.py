@@ -159,6 +159,23 @@ def run_on(hosts: Hosts, n: int | None, *arguments: str, **environment: str) -> 
     return done.returncode, done.stdout, done.stderr, time.monotonic() - began
 
 
+def test_hosts_share_the_batches_of_a_capture(joined: Hosts, tmp_path: Path) -> None:
+    """With the rows of one host."""
+    command = ["capture", "reference", "--data", "chat", "--max-prompts", "8", "--max-new-tokens", "3"]
+    command += ["--batch-size", "2", "--threads", "1", "--dtype", "float32", "--device-memory", "20MB", "--json"]
+    made, narrated = dict[str, Any](), ""
+    for name, where in (("one", []), ("two", ["--cluster", joined.ray_address])):
+        arguments = [*command, "--out", str(tmp_path / name), *where]
+        code, said, narrated, _ = run_on(joined, 0, *arguments, **joined.environment)
+        assert code == 0, narrated
+        made[name] = json.loads(said)
+    shares = [[int(n) for n in one] for one in re.findall(r"s[01]: (\d) batch\w*, (\d+) experts", narrated)]
+    assert len(shares) == 2 and sum(batches for batches, _ in shares) == 4, narrated
+    assert sum(reads for _, reads in shares) == made["two"]["reads"]["experts"]
+    one, two = (Trace(tmp_path / name) for name in ("one", "two"))
+    assert one.manifest["files"] == two.manifest["files"]
+
+
 def test_the_doctor_compares_this_machine_with_the_head_and_all_that_have_joined(joined: Hosts) -> None:
     address = joined.ray_address
     code, said, _, _ = run_on(joined, 0, "doctor", "--cluster", address, "--json", **joined.environment)
@@ -258,23 +275,6 @@ def test_servers_on_hosts_of_their_own_answer_as_one_would_and_outlive_head_and_
         served.kill()
         served.wait()
     assert went_over(hosts) - before > 50_000  # hidden states
-
-
-def test_hosts_share_the_batches_of_a_capture(joined: Hosts, tmp_path: Path) -> None:
-    """With the rows of one host."""
-    command = ["capture", "reference", "--data", "chat", "--max-prompts", "8", "--max-new-tokens", "3"]
-    command += ["--batch-size", "2", "--threads", "1", "--dtype", "float32", "--device-memory", "20MB", "--json"]
-    made, narrated = dict[str, Any](), ""
-    for name, where in (("one", []), ("two", ["--cluster", joined.ray_address])):
-        arguments = [*command, "--out", str(tmp_path / name), *where]
-        code, said, narrated, _ = run_on(joined, 0, *arguments, **joined.environment)
-        assert code == 0, narrated
-        made[name] = json.loads(said)
-    shares = [[int(n) for n in one] for one in re.findall(r"s[01]: (\d) batch\w*, (\d+) experts", narrated)]
-    assert len(shares) == 2 and sum(batches for batches, _ in shares) == 4, narrated
-    assert sum(reads for _, reads in shares) == made["two"]["reads"]["experts"]
-    one, two = (Trace(tmp_path / name) for name in ("one", "two"))
-    assert one.manifest["files"] == two.manifest["files"]
 
 
 def is_worker(pid: int) -> bool:
