@@ -39,12 +39,12 @@ def test_sequences_are_divided_by_what_computes_their_attention() -> None:
 
 def test_a_single_query_has_only_the_keys_that_an_indexer_chose() -> None:
     batch = _batch(KvPages([], 4, torch.float32, CPU), [0, 1, 4, 5], [0, 5, 10, 12])
-    chosen = torch.tensor([[True, False, False, True, True]])
-    made = batch.of_chosen([chosen, torch.ones(3, 5, dtype=torch.bool), None])
+    chosen = torch.tensor([[3, 0, 4]])
+    made = batch.of_chosen([chosen, torch.zeros(3, 2, dtype=torch.int64), None])
     assert made.key_rows.tolist() == [4, 7, 8, *range(9, 16)] and made.key_ends == [0, 3, 8, 10]
     assert made.spans(None, True).singles == [OneQuery(0, 0, 3), OneQuery(4, 8, 10)]
     assert batch.of_chosen([None, None, None]) is batch
-    one = _batch(batch.pages, [0, 1], [0, 2]).of_chosen([torch.tensor([[True, False]])])
+    one = _batch(batch.pages, [0, 1], [0, 2]).of_chosen([torch.tensor([[0]])])
     assert one.spans(None, False).rows is not None  # its key is an earlier token's
 
 
