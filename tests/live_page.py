@@ -1,4 +1,4 @@
-"""What the live page reads from `/stats`, by its own script."""
+"""Fields of `/stats` that the live page reads, by its own script."""
 
 import re
 from typing import Any

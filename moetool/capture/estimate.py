@@ -20,7 +20,7 @@ Lengths = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureCost(JsonRecord):
-    """What a capture costs at most: real routes repeat experts and answers end early, so it reads less.
+    """Bounds of a capture's cost: real routes repeat experts and answers end early, so it reads less.
 
     Attributes:
         prompts, together, batches: prompts, most of them that run at once, and batches.

@@ -123,7 +123,7 @@ class CaptureNode:
         return piece
 
     def state(self) -> tuple[int, ExpertReads | None]:
-        """Return the tokens done so far, and what was read."""
+        """Return the tokens done so far, and the reads."""
         return self._done_tokens, self._run.reads()
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class _Shards:
 
     @property
     def reads(self) -> ExpertReads | None:
-        """What all nodes have read; None where every expert was in memory."""
+        """Reads of all nodes; None where every expert was in memory."""
         found = [reads for _, reads in self._states.values() if reads is not None]
         return ExpertReads.total(found) if found else None
 

@@ -43,7 +43,7 @@ class Comparison:
         migration: moves from the placement in force to it; None if that is unknown, or best.
         left_out: why planners that cannot place here are left out.
         inputs: requests, memory and costs of all planners.
-        windows: mean tokens of a window of counts; None without counts.
+        window_tokens: mean tokens of a window of counts; None without counts.
     """
 
     rows: tuple[PlannerRow, ...]

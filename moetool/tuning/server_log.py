@@ -1,4 +1,4 @@
-"""What the manifest of a server's log says of its decisions, checked before a replay repeats them."""
+"""Decisions by the manifest of a server's log, checked before a replay repeats them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from moetool.trace.reader import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedDecisions:
-    """What decided in a server with one device.
+    """Policy and settings that decided in a server with one device.
 
     Attributes:
         policy, options: the first policy.

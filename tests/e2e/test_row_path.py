@@ -53,7 +53,7 @@ def _logits(path: Path, slots: int, batches: list[list[int]], *, in_one_call: bo
             )
             found.append(loaded.model(torch.tensor(ids)[:, None]).logits)
             runtime.end_forward()
-    counts = (runtime.counts.used, runtime.counts.missed, runtime.counts.loaded)
+    counts = (runtime.counts.needed, runtime.counts.hits, runtime.counts.loaded)
     runtime.close()
     return found, counts
 

@@ -14,7 +14,7 @@ from moetool.base import config, durable
 from moetool.base.config import POSITIVE, SHARE, Span, require_within
 from moetool.base.errors import CapacityError, first_line, unknown_name
 from moetool.base.types import Cluster, ModelSpec
-from moetool.caching.expert_counts import expert_map
+from moetool.caching.event_counts import expert_map
 from moetool.cluster.edge.history import ReportHistory
 from moetool.cluster.edge.load_statistics import Statistics
 from moetool.cluster.edge.protocol import ArrivedExpert, MigrationRoundResult, WorkerInfo, WorkerStats

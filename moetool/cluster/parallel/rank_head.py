@@ -14,7 +14,7 @@ import numpy as np
 from moetool.base.errors import CapacityError, MoetoolError, UsageError
 from moetool.base.types import Cluster, ModelSpec
 from moetool.base.validation import outside_vocabulary
-from moetool.caching.expert_counts import expert_map
+from moetool.caching.event_counts import expert_map
 from moetool.cluster.certificates import Authority
 from moetool.cluster.listener import Acceptor
 from moetool.cluster.parallel.batch_loop import BatchLoop

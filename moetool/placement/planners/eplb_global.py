@@ -10,7 +10,7 @@ from moetool.placement.planners import eplb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of EPLB's global form.
+    """Options of EPLB's global and hierarchical forms.
 
     Attributes:
         slots_per_gpu: physical experts of a layer on each GPU (0: as memory allows).

@@ -1,22 +1,10 @@
 """EPLB's hierarchical form: groups of experts to servers first, then copies within each server."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from moetool.placement.planner import Problem
 from moetool.placement.planners import eplb
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of EPLB's hierarchical form.
-
-    Attributes:
-        slots_per_gpu: physical experts of a layer on each GPU (0: as memory allows).
-    """
-
-    slots_per_gpu: int = 0
+from moetool.placement.planners.eplb_global import Options as Options
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:

@@ -16,7 +16,7 @@ from moetool.base.errors import UsageError
 from moetool.base.families import find
 from moetool.base.types import ForwardInfo, GateEvent
 from moetool.caching.devices import Pool
-from moetool.caching.expert_counts import ExpertCounts
+from moetool.caching.event_counts import EventCounts
 from moetool.caching.policy import Policy
 from moetool.caching.program import run
 from moetool.caching.residency import Step, StepKind
@@ -95,7 +95,7 @@ class ExpertRuntime:
 
     Attributes:
         max_rows_L: most rows of an expert of each layer for which one call computes all experts on a CPU; 0: never.
-        counts: how often each expert was needed, missed and loaded.
+        counts: how often each expert was needed, resident then, and loaded.
         window: the last events.
         recorded: graphs of `compute_by_table` usable in this forward, by layer.
         deferred_events: layers and routes of this forward that the residency receives after it. They are computed
@@ -118,7 +118,7 @@ class ExpertRuntime:
         self.store = store
         self._remote, self._lock = remote, nullcontext() if remote is None else remote.lock
         self._pool = ExpertPool(store, HostCompute(store))
-        self.counts = ExpertCounts(loaded.spec)
+        self.counts = EventCounts(loaded.spec)
         self._watching: dict[int, OrderedDict[int, Callable[[torch.Tensor], None]]] = {}  # by layer, by handle
         self._info: ForwardInfo | None = None
         self._needs = residency.policy.columns

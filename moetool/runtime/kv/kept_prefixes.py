@@ -98,8 +98,8 @@ class PrefixFile:
         found: dict[str, Any] = json.loads(line)
         hashes = [bytes.fromhex(one) for one in found.pop("hashes")]
         for name, expected in self._facts.items():
-            if (has := found.get(name)) != expected:
-                raise MismatchError(f"the prefixes in {self.path} have {name} {shortened(has)}, expected {expected}")
+            if (other := found.get(name)) != expected:
+                raise MismatchError(f"the prefixes in {self.path} have {name} {shortened(other)}, expected {expected}")
         if any(len(one) * 2 != _HASH_DIGITS for one in hashes):
             raise ValueError("a hash has another length")
         page_bytes = sum(PAGE_TOKENS * rows[0].nbytes for rows in self._tensors)

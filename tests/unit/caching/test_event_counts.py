@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from moetool.caching.expert_counts import ExpertCounts, expert_map
+from moetool.caching.event_counts import EventCounts, expert_map
 from moetool.caching.residency import Step, StepKind
 from tests.synthetic import make_spec
 
 
 def test_each_needed_expert_counts_once_and_every_load() -> None:
     spec = make_spec(2, 4)
-    counts = ExpertCounts(spec)
+    counts = EventCounts(spec)
     counts.add([Step(StepKind.PREFETCH, 1, 0)])
     counts.add(
         [

@@ -13,29 +13,29 @@ _MOST_DEVICES = 16
 _COMPUTE, _LOAD, _HOST = StepKind.COMPUTE, StepKind.LOAD, StepKind.HOST
 
 
-class ExpertCounts:
+class EventCounts:
     """Counts by an expert's key, for the model's thread; other threads may read them.
 
     Attributes:
-        used: events that needed the expert.
+        needed: events that needed the expert.
         hits: those at which it was resident: neither loaded on demand nor computed on the host.
         loaded: its loads, on demand and ahead.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         keys = spec.num_layers * spec.num_experts
-        self.used, self.hits, self.loaded = [0] * keys, [0] * keys, [0] * keys
+        self.needed, self.hits, self.loaded = [0] * keys, [0] * keys, [0] * keys
 
     def add(self, steps: Sequence[Step]) -> None:
         """Count a program: one step computes each expert that its event needs, here (after its load) or on the host."""
-        used, hits, loaded = self.used, self.hits, self.loaded
+        needed, hits, loaded = self.needed, self.hits, self.loaded
         on_demand = set()
         for kind, key, _, _ in steps:
             if kind is _COMPUTE:
-                used[key] += 1
+                needed[key] += 1
                 hits[key] += key not in on_demand
             elif kind is _HOST:
-                used[key] += 1
+                needed[key] += 1
             else:
                 loaded[key] += 1
                 if kind is _LOAD:
@@ -46,16 +46,16 @@ class ExpertCounts:
         shape = spec.num_layers, spec.num_experts
         resident_LE = np.zeros(shape, np.int64)
         resident_LE.ravel()[list(resident)] = 1
-        hits_L = np.reshape(self.hits, shape).sum(axis=1)  # before `used`, which grows first
-        found = expert_map(spec, [("", resident_LE, np.reshape(self.used, shape), np.reshape(self.loaded, shape))])
+        hits_L = np.reshape(self.hits, shape).sum(axis=1)  # before `needed`, which grows first
+        found = expert_map(spec, [("", resident_LE, np.reshape(self.needed, shape), np.reshape(self.loaded, shape))])
         return {**found, "by_layer": {**found["by_layer"], "hits": hits_L.tolist()}}
 
 
 def expert_map(spec: ModelSpec, devices: Iterable[tuple[str, np.ndarray, np.ndarray, np.ndarray]]) -> dict[str, Any]:
-    """Return where experts are and how often they are used and loaded, for `/stats`: by layer, and by expert.
+    """Return where experts are and how often they are needed and loaded, for `/stats`: by layer, and by expert.
 
     Args:
-        devices: name, resident_LE, used_LE and loaded_LE of each machine or GPU.
+        devices: name, resident_LE, needed_LE and loaded_LE of each machine or GPU.
     """
     shown = list(devices)
     total_3LE = np.array([[np.asarray(values, np.int64) for values in device[1:]] for device in shown]).sum(axis=0)
