@@ -7,7 +7,6 @@ prefix is reused.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -31,6 +30,7 @@ from moetool.models.checkpoint import Checkpoint
 
 ENGINES = ("moetool", "llama.cpp", "transformers")
 _START_S, _ANSWER_S = 240, 600
+_Ask = Callable[[list[int], int], tuple[float, int]]
 _BESIDE_BYTES = 2**30  # of a limit, for transformers' libraries and the layer that it loads
 
 
@@ -44,6 +44,7 @@ class RivalOptions:
         shares: memory limits as shares of the model's bytes; 0: no limit.
         threads: threads of each engine.
         dtype: compute type of moetool and transformers.
+        alternate: run the servers of one memory at once and ask them by turns; needs memory for all of them.
     """
 
     prompt_tokens: int = 256
@@ -52,6 +53,7 @@ class RivalOptions:
     shares: tuple[float, ...] = (0.0, 0.5, 0.25)
     threads: int = os.cpu_count() or 1
     dtype: str = "bfloat16"
+    alternate: bool = False
 
     def __post_init__(self) -> None:
         if min(self.prompt_tokens, self.new_tokens, self.rounds, self.threads) < 1:
@@ -79,12 +81,13 @@ def bench_rivals(
     options: RivalOptions,
     file: Path | None = None,
 ) -> BenchResult:
-    """Measure every engine in every memory, one after the other.
+    """Measure every engine in every memory, one after the other or, with `alternate`, by turns.
 
     A row has the engine, its memory limit (None: none), and `why` it is not measured, or medians over the rounds:
     `prefill_tokens_s`, `decode_tokens_s`, `slowest_tokens_s` of the slowest round, `read_token_bytes` from disk per new
-    token. Facts: `token_bytes` of weights that one decoded token reads from memory, its experts and dense weights
-    without the input embedding; `bound_tokens_s`, if decoding only read them at the measured bandwidth.
+    token. Facts: `layers`; `token_bytes` of weights that one decoded token reads from memory, its experts and dense
+    weights without the input embedding; `memory_bytes_s`, the best rate at which all threads read memory before any
+    cell; `bound_tokens_s`, if decoding only read them at that rate.
 
     Args:
         gguf: the same weights for llama.cpp.
@@ -99,37 +102,32 @@ def bench_rivals(
         embedding = checkpoint.stored_embedding(dtype)
         in_file = 0 if embedding is None else checkpoint.skeleton.get_submodule(embedding).weight.numel()
         spec, path = checkpoint.spec, checkpoint.path
-        vocabulary = int(checkpoint.config.get_text_config().vocab_size)
+        text = checkpoint.config.get_text_config()
+        vocabulary, layers = int(text.vocab_size), int(text.num_hidden_layers)
     used = sum(k * size for k, size in zip(spec.top_k_L, spec.expert_bytes_L, strict=True))
     model_bytes, token_bytes = dense + in_file * dtype.itemsize + spec.all_experts_bytes, dense_read + used
     prompts = _prompts(vocabulary, options)
     server = llama_server or shutil.which("llama-server")
     with recorded("rivals", options, file) as made:
-        rate = memory_bandwidth(options.threads)
         made.facts = {
             "model": str(path),
+            "layers": layers,
             "model_bytes": model_bytes,
             "token_bytes": token_bytes,
-            "memory_bytes_s": rate,
-            "bound_tokens_s": rate / token_bytes,
+            "memory_bytes_s": 0.0,
         }
-        for share, engine in itertools.product(options.shares, engines):
-            cell = Cell(engine, int(share * model_bytes) or None)
-            narrate(f"moetool: {engine}, memory {_memory(cell.memory_bytes)}")
-            try:
-                if engine == "llama.cpp" and (server is None or not Path(server).is_file()):
-                    raise MoetoolError("no llama-server on the PATH; give --llama-server")
-                if engine == "llama.cpp" and gguf is None:
-                    raise MoetoolError("no --gguf with the same weights")
-                found = _measure(cell, path, gguf, server, prompts, options)
-            except MoetoolError as error:
-                found = {"why": first_line(error)}
-            made.add(**asdict(cell), **found)
+        for share in options.shares:
+            cells = [Cell(engine, int(share * model_bytes) or None) for engine in engines]
+            for group in [cells] if options.alternate else [[cell] for cell in cells]:
+                rate = max(made.facts["memory_bytes_s"], memory_bandwidth(options.threads))
+                made.facts |= {"memory_bytes_s": rate, "bound_tokens_s": rate / token_bytes}
+                for cell, found in _measure(group, path, gguf, server, prompts, options).items():
+                    made.add(**asdict(cell), **found)
     return made
 
 
 def memory_bandwidth(threads: int, num_bytes: int = 2**29, rounds: int = 12) -> float:
-    """Best memory read rate of this machine in bytes per second, by single-row products and by sums."""
+    """Best rate at which all threads read memory, in bytes per second, by single-row products and by sums."""
     import torch
 
     from moetool.kernels.cpu import matmul
@@ -170,13 +168,21 @@ def tables(made: BenchResult) -> Iterator[Any]:
             "slowest": ("slowest_tokens_s", ".1f"),
             "MB read/token": ("read_token_bytes", "MB"),
             "x bound": (lambda row: bound / row["decode_tokens_s"], ".2f"),
+            "fixed ms/layer": (lambda row: 1e3 * (1 / row["decode_tokens_s"] - 1 / bound) / facts["layers"], ".2f"),
         },
     )
     yield from not_measured(made, lambda row: f"{row['engine']}, memory {_memory(row['memory_bytes'])}")
     yield (
         f"A token reads {facts['token_bytes'] / 1e6:.0f} MB of weights; memory gives "
-        f"{facts['memory_bytes_s'] / 1e9:.1f} GB/s: bound {bound:.1f} tokens/s."
+        f"{facts['memory_bytes_s'] / 1e9:.1f} GB/s: bound {bound:.1f} tokens/s. 'fixed' is a token's time beyond that, "
+        f"divided by {facts['layers']} layers."
     )
+    for row in made.rows:
+        if row.get("decode_tokens_s", 0.0) > bound:
+            yield (
+                f"ERROR: {row['engine']} decoded faster than the bound: memory gave less than usual while its rate was "
+                "measured. Run this bench again on an idle machine."
+            )
 
 
 def _memory(limit: int | None) -> str:
@@ -191,67 +197,107 @@ def _prompts(vocabulary: int, options: RivalOptions) -> list[list[int]]:
 
 
 def _measure(
-    cell: Cell, path: Path, gguf: Path | None, server: str | None, prompts: list[list[int]], options: RivalOptions
-) -> Row:
+    cells: Sequence[Cell],
+    path: Path,
+    gguf: Path | None,
+    server: str | None,
+    prompts: list[list[int]],
+    options: RivalOptions,
+) -> dict[Cell, Row]:
+    """Measure cells, by turns where there are several: whatever the machine does meanwhile happens to each of them."""
+    found: dict[Cell, Row] = {}
+    rounds: dict[Cell, list[Row]] = {}
     with contextlib.ExitStack() as stack:
-        prefix: list[str] = []
-        if cell.memory_bytes is not None:
-            for one in (path, gguf) if gguf is not None else (path,):
-                drop_from_cache(one)
-            prefix = stack.enter_context(limited_group(cell.memory_bytes))
-        if cell.engine == "transformers":
-            return _measure_plain(cell, prefix, path, prompts, options)
-        port = _free_port()
-        url = f"http://127.0.0.1:{port}"
-        if cell.engine == "moetool":
-            arguments = [sys.executable, "-m", "moetool", "serve", str(path), "--port", str(port)]
-            arguments += ["--set", f"dtype={options.dtype}", "--set", f"threads={options.threads}"]
-            arguments += ["--set", f"kv_tokens={_context(options)}"]
-        else:
-            assert server is not None and gguf is not None
-            arguments = [server, "-m", str(gguf), "--port", str(port), "-t", str(options.threads)]
-            arguments += ["-c", str(_context(options)), "-np", "1"]
-        said = stack.enter_context(tempfile.TemporaryFile())
-        process = stack.enter_context(_running([*prefix, *arguments], options.threads, errors=said))
+        asks: dict[Cell, _Ask] = {}
+        for cell in cells:
+            narrate(f"moetool: {cell.engine}, memory {_memory(cell.memory_bytes)}")
+            with _why_not(cell, found):
+                if cell.engine == "transformers":
+                    found[cell] = _measure_plain(cell, path, prompts, options)
+                    continue
+                ask = stack.enter_context(_served(cell, path, gguf, server, options))
+                ask(prompts[0], 2)
+                asks[cell], rounds[cell] = ask, []
+        for number, pair in enumerate(zip(prompts[1::2], prompts[2::2], strict=True)):
+            for cell in list(asks)[:: -1 if number % 2 else 1]:
+                with _why_not(cell, found):
+                    rounds[cell].append(_round(asks[cell], *pair, options.new_tokens))
+    return {cell: found[cell] if cell in found else _rates(rounds[cell]) for cell in cells}
+
+
+@contextlib.contextmanager
+def _why_not(cell: Cell, found: dict[Cell, Row]) -> Iterator[None]:
+    try:
+        yield
+    except MoetoolError as error:
+        found[cell] = {"why": first_line(error)}
+
+
+@contextlib.contextmanager
+def _limited(cell: Cell, *files: Path | None) -> Iterator[list[str]]:
+    """Make the cell's control group; yields the beginning of a command that runs in it."""
+    if cell.memory_bytes is None:
+        yield []
+        return
+    for one in files:
+        if one is not None:
+            drop_from_cache(one)
+    with limited_group(cell.memory_bytes) as prefix:
+        yield prefix
+
+
+@contextlib.contextmanager
+def _served(cell: Cell, path: Path, gguf: Path | None, server: str | None, options: RivalOptions) -> Iterator[_Ask]:
+    """Run an engine's server. Yields: answers a prompt with so many tokens, in seconds and bytes read from disk."""
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    if cell.engine == "moetool":
+        arguments = [sys.executable, "-m", "moetool", "serve", str(path), "--port", str(port)]
+        arguments += ["--set", f"dtype={options.dtype}", "--set", f"threads={options.threads}"]
+        arguments += ["--set", f"kv_tokens={_context(options)}"]
+    elif server is None or not Path(server).is_file():
+        raise MoetoolError("no llama-server on the PATH; give --llama-server")
+    elif gguf is None:
+        raise MoetoolError("no --gguf with the same weights")
+    else:
+        arguments = [server, "-m", str(gguf), "--port", str(port), "-t", str(options.threads)]
+        arguments += ["-c", str(_context(options)), "-np", "1"]
+    with (
+        _limited(cell, path, gguf) as prefix,
+        tempfile.TemporaryFile() as said,
+        _running([*prefix, *arguments], options.threads, errors=said) as process,
+    ):
         try:
             name = _wait(process, RemoteServer(url=url, timeout_s=5.0), cell)
         except MoetoolError as error:
             raise MoetoolError(_with_last_line(str(error), said)) from None
-        return _measure_server(cell, process, RemoteServer(url=url, timeout_s=_ANSWER_S), name, prompts, options)
+        client = RemoteServer(url=url, timeout_s=_ANSWER_S)
+
+        def ask(prompt: list[int], new_tokens: int) -> tuple[float, int]:
+            body = {"model": name, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+            read, began = bytes_read(process), time.perf_counter()
+            try:
+                answer = client.ask("/v1/completions", body)
+            except MoetoolError:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    raise MoetoolError(_ended(process.wait(1), cell)) from None
+                raise
+            taken = time.perf_counter() - began
+            made = answer.get("usage", {}).get("completion_tokens")
+            if made != new_tokens:
+                raise MoetoolError(f"{cell.engine} made {made} tokens, expected {new_tokens}")
+            return taken, bytes_read(process) - read
+
+        yield ask
 
 
-def _measure_server(
-    cell: Cell,
-    process: "subprocess.Popen[bytes]",
-    server: RemoteServer,
-    name: str,
-    prompts: list[list[int]],
-    options: RivalOptions,
-) -> Row:
-    def seconds(prompt: list[int], new_tokens: int) -> tuple[float, int]:
-        body = {"model": name, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-        read, began = bytes_read(process), time.perf_counter()
-        try:
-            answer = server.ask("/v1/completions", body)
-        except MoetoolError:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                raise MoetoolError(_ended(process.wait(1), cell)) from None
-            raise
-        taken = time.perf_counter() - began
-        made = answer.get("usage", {}).get("completion_tokens")
-        if made != new_tokens:
-            raise MoetoolError(f"{cell.engine} made {made} tokens, expected {new_tokens}")
-        return taken, bytes_read(process) - read
-
-    seconds(prompts[0], 2)
-    rounds: list[Row] = []
-    for first, second in zip(prompts[1::2], prompts[2::2], strict=True):
-        one, one_read = seconds(first, 1)
-        many, many_read = seconds(second, options.new_tokens + 1)
-        prefill, decode = options.prompt_tokens / one, options.new_tokens / max(1e-9, many - one)
-        read = max(0.0, (many_read - one_read) / options.new_tokens)
-        rounds.append({"prefill_tokens_s": prefill, "decode_tokens_s": decode, "read_token_bytes": read})
-    return _rates(rounds)
+def _round(ask: _Ask, first: list[int], second: list[int], new_tokens: int) -> Row:
+    """Rates of one round: a prompt with one new token, and another with `new_tokens` more."""
+    one, one_read = ask(first, 1)
+    many, many_read = ask(second, new_tokens + 1)
+    prefill, decode = len(first) / one, new_tokens / max(1e-9, many - one)
+    read = max(0.0, (many_read - one_read) / new_tokens)
+    return {"prefill_tokens_s": prefill, "decode_tokens_s": decode, "read_token_bytes": read}
 
 
 def _rates(rounds: Sequence[Row]) -> Row:
@@ -260,7 +306,7 @@ def _rates(rounds: Sequence[Row]) -> Row:
     return {**{name: median(rounds, name) for name in names}, "slowest_tokens_s": slowest, "rounds": rounds}
 
 
-def _measure_plain(cell: Cell, prefix: list[str], path: Path, prompts: list[list[int]], options: RivalOptions) -> Row:
+def _measure_plain(cell: Cell, path: Path, prompts: list[list[int]], options: RivalOptions) -> Row:
     settings = {
         "threads": options.threads,
         "dtype": options.dtype,
@@ -268,11 +314,12 @@ def _measure_plain(cell: Cell, prefix: list[str], path: Path, prompts: list[list
         "prompts": prompts[: options.rounds + 1],
         "offload_bytes": cell.memory_bytes and max(1, cell.memory_bytes - _BESIDE_BYTES),
     }
-    command = [*prefix, sys.executable, "-m", "moetool.bench.plain_generation", str(path), json.dumps(settings)]
+    command = [sys.executable, "-m", "moetool.bench.plain_generation", str(path), json.dumps(settings)]
     with (
+        _limited(cell, path) as prefix,
         tempfile.TemporaryFile() as said,
         tempfile.TemporaryFile() as errors,
-        _running(command, options.threads, out=said, errors=errors) as process,
+        _running([*prefix, *command], options.threads, out=said, errors=errors) as process,
     ):
         try:
             process.wait(_ANSWER_S)

@@ -160,7 +160,7 @@ def rivals(
     llama_server: Annotated[Path | None, typer.Option(help="Path of llama-server (default: found on PATH).")] = None,
     engine: Annotated[list[str], typer.Option(help="Engines, comma-separated or repeated (default: all).")] = [],
     settings: Annotated[
-        list[str], settable("Setting: prompt_tokens, new_tokens, rounds, shares, threads, dtype.")
+        list[str], settable("Setting: prompt_tokens, new_tokens, rounds, shares, threads, dtype, alternate.")
     ] = [],
     as_json: Json = False,
     out: Results = None,

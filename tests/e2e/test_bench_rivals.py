@@ -25,7 +25,19 @@ def test_cells_are_measured_or_say_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    done = _run(monkeypatch, *SMALL, "--set", "shares=[0]", "--set", "dtype=float32", "--json", "--out", str(tmp_path))
+    done = _run(
+        monkeypatch,
+        *SMALL,
+        "--set",
+        "shares=[0]",
+        "--set",
+        "dtype=float32",
+        "--set",
+        "alternate=true",
+        "--json",
+        "--out",
+        str(tmp_path),
+    )
     printed, said = capsys.readouterr()
     assert done == 0, said
     made = json.loads(printed)
@@ -42,6 +54,11 @@ def test_cells_are_measured_or_say_why_not(
     assert json.loads((tmp_path / "rivals.json").read_text()) == made
     assert exit_code(monkeypatch, "bench", "show", str(tmp_path / "rivals.json")) == 0
     shown = capsys.readouterr().out
+    assert "ERROR" not in shown
+    made["rows"][0]["decode_tokens_s"] = 2 * facts["bound_tokens_s"]
+    (tmp_path / "rivals.json").write_text(json.dumps(made))
+    assert exit_code(monkeypatch, "bench", "show", str(tmp_path / "rivals.json")) == 0
+    assert "ERROR: moetool decoded faster than the bound" in capsys.readouterr().out
     assert "transformers" in shown and "not measured: llama.cpp, memory all: no llama-server" in shown
 
 
