@@ -136,6 +136,7 @@ def tables(made: BenchResult) -> Iterator[Any]:
             "prefill s": ("prefill_s", ".3f"),
             "ms/token": (lambda row: 1e3 * row["decode_s"], ".2f"),
             "p95": (lambda row: 1e3 * row["decode_p95_s"], ".2f"),
+            "ms/layer": (lambda row: 1e3 * row["decode_s"] / made.options["layers"], ".2f"),
             "MB/token": ("moved_token_bytes", "MB"),
             "bound ms": ("bound_s", "ms"),
             "hits": ("hit_rate", ".2f"),

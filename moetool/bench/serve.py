@@ -98,6 +98,7 @@ def bench_serve(
         _require_memory(setup, entries)
         made.facts = {
             "model": setup.name,
+            "layers": len(spec.layer_ids_L),
             "experts_bytes": whole,
             "routes": None if setup.part is None else str(setup.part.path),
             "threads": torch.get_num_threads(),
