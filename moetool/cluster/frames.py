@@ -29,7 +29,7 @@ HELLO = b"moetool-peer-6\n"
 """First bytes from the called side, once it has accepted the caller."""
 _HEAD_BYTES = 2**20  # limit
 _JOINED_BYTES = 2**18  # messages up to this size take one send; larger ones are sent in pieces of it
-_BUSY_S = 2e-5  # least seconds that a yield takes if another thread runs meanwhile (assumed)
+BUSY_S = 2e-5  # least seconds that a yield takes if another thread runs meanwhile (assumed)
 _READ_BYTES = 2**14  # largest TLS record, which one read returns
 
 
@@ -338,7 +338,7 @@ class FrameConnection:
                 if poll.poll(0):
                     return
                 os.sched_yield()
-                if time.monotonic() - now > _BUSY_S:
+                if time.monotonic() - now > BUSY_S:
                     break  # others need the core: sleeping is as fast and takes no time from them
         if not poll.poll(None if by is None else 1e3 * _left(by)):
             raise TimeoutError
