@@ -23,11 +23,10 @@ from moetool.base.json_files import JsonRecord
 
 REACH_S = 2.0
 """Seconds to connect to the head."""
-_CHECK_S = 5.0
-"""Seconds for all questions of a check."""
-_START_S = 12.0
-"""Seconds for those of a server that starts, perhaps while its machine imports libraries for others."""
-_MACHINES_S = 2.5
+_CHECK_S = 12.0
+"""Seconds for all questions of a check, perhaps while the machine imports libraries for others."""
+_MACHINES_S = 8.0
+"""Seconds for the answers of machines, each of which starts a Python process first."""
 _ALIVE = 0
 _NAME = "moetool:"
 START = "RAY_AUTH_MODE=token ray start --head --node-ip-address=ADDRESS"
@@ -80,7 +79,7 @@ class ClusterCheck(JsonRecord):
     good: bool | None
 
 
-def ask_head(address: str, *, machines: bool = False, within_s: float = _START_S) -> HeadAnswer:
+def ask_head(address: str, *, machines: bool = False, within_s: float = _CHECK_S) -> HeadAnswer:
     """Ask the head at HOST:PORT, with this machine's token.
 
     Args:
