@@ -32,6 +32,7 @@ SCHEMA = 1
 BENCHES = {
     "serve": "serving_results",
     "policies": "policy_table",
+    "predictors": "predictor_table",
     "rivals": "rivals",
     "gpu": "gpu",
     "cluster": "live_cluster.cluster_results",

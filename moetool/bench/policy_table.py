@@ -214,19 +214,19 @@ def choose_requests(trace: Trace, tokens: int, task: str | None = None) -> Chose
     task = names[-1] if task is None else task
     sizes = {row["request"]: row["tokens"] for row in rows}
     mine = [row["request"] for row in rows if row["task"] == task]
-    counted = _spaced(mine[len(mine) // 2 :], sizes, tokens)
+    counted = spaced_requests(mine[len(mine) // 2 :], sizes, tokens)
     first = list(sizes).index(counted[0])
     earlier = list(sizes)[:first]
     before = {
         "cold": (),
-        "task": _spaced(mine[: len(mine) // 2], sizes, tokens),
-        "others": _spaced([request for request in earlier if request not in mine], sizes, tokens),
+        "task": spaced_requests(mine[: len(mine) // 2], sizes, tokens),
+        "others": spaced_requests([request for request in earlier if request not in mine], sizes, tokens),
     }
     half = sizes[mine[0]] // 2 if len(rows) == 1 else 0
     return ChosenRequests(task=task, counted=counted, before=before, half=half, tokens=sizes)
 
 
-def _spaced(requests: Sequence[int], sizes: dict[int, int], tokens: int) -> tuple[int, ...]:
+def spaced_requests(requests: Sequence[int], sizes: dict[int, int], tokens: int) -> tuple[int, ...]:
     """Return evenly spaced requests of about this number of tokens, at least one if there are any."""
     whole = sum(sizes[request] for request in requests)
     count = max(1, round(len(requests) * min(1.0, tokens / whole))) if whole else 0

@@ -106,6 +106,11 @@ class Policy:
         return num_slots
 
     @classmethod
+    def reloads(cls, spec: ModelSpec, num_slots: int) -> bool:
+        """Whether it loads every needed expert anew at each event, so that lru, in one pool, never loads more."""
+        return False
+
+    @classmethod
     def state_bytes(cls, spec: ModelSpec, options: Any) -> int:
         """Return the bytes of host memory for its state, if considerable."""
         return 0

@@ -530,18 +530,19 @@ class Residency:
         policy = self.policy
         evict = policy.evict_for_admission if admits else policy.evict_for_prefetch
         evict_among = policy.evict_among_for_admission if admits else policy.evict_among_for_prefetch
+        kept = locked | wanted
         while keys:
             key = keys[0]
             if key in self._slot_of:
                 keys.popleft()
                 if key not in self._pinned:
                     wanted.add(key)
+                    kept.add(key)
                 continue
             if kind is StepKind.PREFETCH and not self._may_prefetch(key):
                 keys.popleft()
                 continue
             size = self._size_L[key // self._stride]
-            kept = locked | wanted
             evicted: int | None = -1
             if self._layer_slots and self._room < size:
                 candidates = self._candidates(kept, key // self._stride)
@@ -563,6 +564,7 @@ class Residency:
             if kind is StepKind.PREFETCH and self._left_bytes is not None:
                 self._left_bytes -= self.policy.spec.expert_bytes_L[key // self._stride]
             wanted.add(key)
+            kept.add(key)
             slot = self._place(key, size, prefetched=True)
             steps.append(Step(kind, key, slot, evicted))
             self._unused.add(key)

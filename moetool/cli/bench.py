@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moetool.base import durable, tables
+from moetool.base import durable, plugins, tables
 from moetool.base.config import parse, parse_bytes, parse_settings
 from moetool.base.errors import UsageError, unknown_name
 from moetool.cli.flags import (
@@ -151,6 +151,48 @@ def policies(
     options = PolicyTableOptions(shares=shares, tokens=tokens, starts=tuple(listed(start)), task=task, jobs=jobs)
     with tables.progress("traces", len(trace)) as passed:
         made = bench_policies(trace, options, passed, file)
+    _hand_over(made, file, as_json)
+
+
+def predictors(
+    trace: Traces,
+    predictor: Annotated[
+        list[str],
+        typer.Option(help="Predictors, comma-separated or repeated (default: those that routes suffice for)."),
+    ] = [],
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of each trace to train, validate and test on, in whole requests.")
+    ] = 4000,
+    seeds: Annotated[int, typer.Option(min=1, help="Fits of each predictor, each with its own held-out requests.")] = 3,
+    settings: Annotated[
+        list[str], settable("Option of the fits or of one predictor: fit.max_epochs, expert_mlp.hidden, ...")
+    ] = [],
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Directory that keeps predictors, so that a killed run continues (default: temporary)."),
+    ] = None,
+    as_json: Json = False,
+    out: Results = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train predictors under several seeds, and score them on held-out requests and another task."""
+    from moetool.bench.predictor_table import PREDICTORS, PredictorTableOptions, bench_predictors
+    from moetool.training.fit_options import FitOptions
+
+    file, values = _file(out, "predictors", overwrite), parse_settings(settings)
+    for name in listed(predictor) if predictor else ():
+        plugins.allow("predictor", name)
+    options = PredictorTableOptions(
+        fit=parse(FitOptions, values.pop("fit", {}), "fit"),
+        predictors=tuple(listed(predictor)) if predictor else PREDICTORS,
+        seeds=seeds,
+        tokens=tokens,
+        options=values,
+    )
+    if work is not None:
+        _require_own(work)
+    with tempfile.TemporaryDirectory() as scratch, tables.progress("seeds", len(trace) * seeds) as passed:
+        made = bench_predictors(trace, options, Path(scratch) if work is None else work, passed, file)
     _hand_over(made, file, as_json)
 
 

@@ -22,6 +22,7 @@ from moetool.cli.flags import (
     ServedDevice,
     ServedHostMemory,
     TraceDir,
+    find_overlap,
     listed,
     note,
     open_predictor,
@@ -126,7 +127,9 @@ def plan_cache(
     limit = free_device_bytes(checkpoint, options) if device_memory is None else parse_bytes(device_memory)
     memory = device_budget(checkpoint, options, values, limit)
     loaded = open_predictor(predictor)
-    predicts = NO_PREDICTOR if predictor is None or loaded is None else PlanPredictor.of(loaded, predictor, source)
+    predicts = NO_PREDICTOR
+    if predictor is not None and loaded is not None:
+        predicts = PlanPredictor.of(loaded, predictor, source, find_overlap(source, loaded).repeated)
     with tables.stages() as on_progress:
         search = CacheSearch(
             profile=costs,

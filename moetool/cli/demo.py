@@ -155,6 +155,7 @@ def _train(out: Path, recipe: dict[str, Any]) -> None:
 def _plan(out: Path, recipe: dict[str, Any]) -> Any:
     from moetool.base.config import parse, parse_bytes, parse_settings
     from moetool.cli.cache_plans import device_budget
+    from moetool.cli.flags import find_overlap
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.serve_options import ServeOptions
     from moetool.trace.reader import Trace
@@ -166,7 +167,8 @@ def _plan(out: Path, recipe: dict[str, Any]) -> Any:
     trace = Trace(out / "trace")
     fused = load_predictor(out / "predictor")
     memory = device_budget(Checkpoint.open("reference"), options, settings, parse_bytes(recipe["device_memory"]))
-    plan = plan_cache(trace, memory, predictor=PlanPredictor.of(fused, out / "predictor", trace))
+    trained_on = find_overlap(trace, fused).repeated
+    plan = plan_cache(trace, memory, predictor=PlanPredictor.of(fused, out / "predictor", trace, trained_on))
     plan.save(out / "plan.json")
     tables.print_paragraph(f"     {plan.slots} slots: {plan.reason}")
     return plan

@@ -72,6 +72,7 @@ EXAMPLES = {
     ),
     "bench serve": ("moetool bench serve reference --policy on_demand,lru,foresight --budget 25%,50% --data chat",),
     "bench policies": ("moetool bench policies --trace trace --trace other --budget 12.5%,25%,50%",),
+    "bench predictors": ("moetool bench predictors --trace trace --predictor affinity,path_mlp --seeds 2",),
     "bench rivals": ("moetool bench rivals MODEL --gguf MODEL.gguf --llama-server llama.cpp/build/bin/llama-server",),
     "bench gpu": ("moetool bench gpu --routes .gpu --out results",),
     "bench cluster": ("moetool bench cluster reference --quick --out results",),

@@ -17,6 +17,7 @@ from moetool.base.errors import UsageError, unknown_name
 if TYPE_CHECKING:
     from moetool.base.types import ModelSpec
     from moetool.trace.reader import Trace
+    from moetool.trace.same_prompts import Overlap
     from moetool.training.predictor import Predictor
 
 
@@ -47,6 +48,19 @@ def open_predictor(path: Path | None) -> "Predictor | None":
     from moetool.training.predictor import load_predictor
 
     return load_predictor(path)
+
+
+def find_overlap(trace: "Trace", predictor: "Predictor | None") -> "Overlap":
+    """Find the requests that a predictor, if any, was trained on; print how many others may be among them."""
+    from moetool.trace.same_prompts import Overlap, trained_on
+
+    if predictor is None:
+        return Overlap(repeated=frozenset(), undecided=0)
+    found = trained_on(trace, predictor.card)
+    if found.undecided:
+        many = tables.numbered(found.undecided, "request")
+        note(f"{many} of {trace.path} may repeat prompts of the training, which one of the traces did not record")
+    return found
 
 
 def describe_state(trace: "Trace") -> str:

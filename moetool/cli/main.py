@@ -146,6 +146,7 @@ _COMMANDS: dict[typer.Typer, dict[str, Callable[..., None]]] = {
     bench_app: {
         "serve": bench.serve,
         "policies": bench.policies,
+        "predictors": bench.predictors,
         "rivals": bench.rivals,
         "gpu": bench.gpu,
         "cluster": bench.cluster,

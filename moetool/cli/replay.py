@@ -16,6 +16,7 @@ from moetool.cli.flags import (
     PredictorDir,
     ProfileFile,
     TraceDir,
+    find_overlap,
     listed,
     named_timeline,
     open_predictor,
@@ -101,7 +102,6 @@ def replay(
     """Simulate cache policies on a trace without the model: hits, loads, bytes and, with --profile, times."""
     from moetool.caching.policy import admits_by_value, computes_on_host, parse_options
     from moetool.costing.pricing import Prices, with_host_costs
-    from moetool.trace.same_prompts import Overlap, trained_on
     from moetool.tuning.batches import Batching
     from moetool.tuning.candidates import best, servable, too_large
     from moetool.tuning.replay import SERVED, ReplaySetup, replay_served, require_place, whole_bytes
@@ -154,18 +154,13 @@ def replay(
     if requests not in ("unseen", "all"):
         raise UsageError(f"unknown --requests {requests!r}: known are unseen, all")
     with_tokens = frozenset(row["request"] for row in source.requests.to_pylist() if row["tokens"])
-    seen = Overlap(repeated=frozenset(), undecided=0) if predicts is None else trained_on(source, predicts.card)
+    seen = find_overlap(source, predicts)
     unseen = with_tokens - seen.repeated
     held_out = requests == "unseen" and 0 < len(unseen) < len(with_tokens)
     if held_out:
         tables.narrate(
             f"moetool: {len(unseen)} of {tables.numbered(len(with_tokens), 'request')} are replayed, since the "
             f"predictor was trained on the others; --requests all includes them"
-        )
-    if seen.undecided:
-        tables.narrate(
-            f"moetool: {tables.numbered(seen.undecided, 'request')} may repeat prompts of the predictor's training, "
-            f"which one of the traces did not record"
         )
     with tables.stages() as on_progress:
         setup = ReplaySetup(

@@ -9,7 +9,7 @@ import typer
 from moetool.base import durable, tables
 from moetool.base.config import parse_settings
 from moetool.base.errors import UsageError
-from moetool.cli.flags import Json, Overwrite, open_predictor, settable
+from moetool.cli.flags import Json, Overwrite, find_overlap, open_predictor, settable
 
 if TYPE_CHECKING:
     from moetool.base.types import ModelSpec
@@ -88,6 +88,8 @@ def simulate(
     given = None if plan is None else PlacementPlan.load(plan)
     predicts = open_predictor(predictor)
     sources = open_sources(trace)
+    for source in dict.fromkeys(sources.values()):
+        find_overlap(source, predicts)
     with tables.stages() as on_progress:
         runs = run(
             sources,

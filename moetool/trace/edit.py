@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -48,10 +48,25 @@ def head(
     num_layers = layers or spec.num_layers
     columns = trace.columns if num_layers == spec.num_layers else trace.columns - {"ahead", "resident"}
     numbers = {request: request for request in request_numbers(trace)[:requests]}
+    return _copy(trace, out, numbers, overwrite, num_layers=num_layers, columns=columns)
+
+
+def select(trace: Trace, out: Path, requests: Collection[int], *, overwrite: bool = False) -> Trace:
+    """Write some requests of a trace as a new trace, in their order and renumbered. Errors as for `head`."""
+    chosen = (request for request in request_numbers(trace) if request in requests)
+    numbers = {request: number for number, request in enumerate(chosen)}
+    return _copy(trace, out, numbers, overwrite, num_layers=trace.spec.num_layers, columns=trace.columns)
+
+
+def _copy(
+    trace: Trace, out: Path, numbers: Mapping[int, int], overwrite: bool, *, num_layers: int, columns: frozenset[str]
+) -> Trace:
+    """Copy requests under new numbers."""
     durable.require_absent(out, overwrite, MANIFEST)
     with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:
-        writer = part_writer(stack, folder, _cut_spec(spec, num_layers), columns, trace)
-        copy_requests(trace, columns, {number: (writer, number) for number in numbers}, num_layers=num_layers)
+        writer = part_writer(stack, folder, _cut_spec(trace.spec, num_layers), columns, trace)
+        places = {request: (writer, number) for request, number in numbers.items()}
+        copy_requests(trace, columns, places, num_layers=num_layers)
         _finish(writer, trace, {"head_of": trace.sha256})
     return Trace(out)
 

@@ -212,7 +212,7 @@ def _evaluate(
     distances = [d for d in DISTANCES if d < predictor.num_layers and d <= predictor.reach(trace.ahead)]
     tally = MatchTally(predictor, distances)
     requests = frozenset(part)
-    done, total = 0, sum(trace.requests["tokens"].to_numpy()[list(requests)].tolist())
+    done, total = 0, sum(row["tokens"] for row in trace.requests.to_pylist() if row["request"] in requests)
 
     def passed(num_tokens: int) -> None:
         nonlocal done

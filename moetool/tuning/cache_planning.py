@@ -19,7 +19,6 @@ from moetool.costing.pricing import TimelineOptions
 from moetool.prediction.predictor import Predictor
 from moetool.trace.expert_counts import count_experts
 from moetool.trace.reader import Trace
-from moetool.trace.same_prompts import trained_on
 from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, frontier, least_budget
 from moetool.tuning.policy_tuning import PolicySetup, divide, tune, untuned_setup
@@ -90,14 +89,14 @@ class PlanPredictor:
     trained_on: Collection[int] = ()
 
     @classmethod
-    def of(cls, predictor: Predictor, folder: Path, trace: Trace) -> "PlanPredictor":
+    def of(cls, predictor: Predictor, folder: Path, trace: Trace, trained_on: Collection[int]) -> "PlanPredictor":
         """Use the predictor of a folder. Raises: MismatchError where it is of another model than the trace."""
         trace.spec.require_same(predictor.spec, "the trace", "the predictor")
         return cls(
             predictor=predictor,
             predictor_bytes=predictor.num_bytes,
             reference=PredictorReference(name=predictor.name, sha256=predictor.sha256, path=str(folder.resolve())),
-            trained_on=trained_on(trace, predictor.card).repeated,
+            trained_on=trained_on,
         )
 
 
@@ -107,7 +106,7 @@ class CacheSearch:
 
     Attributes:
         policies: candidates (default: every lossless policy that can serve with this trace and predictor, in the slots
-            that fit).
+            that fit, and that may win; see `moetool.tuning.candidates.Candidates`).
         options: values for the `Options` of policies, by policy name.
         profile: costs of the machine to plan for.
         timeline: choice among the profile's devices, data types and tiers.
@@ -181,10 +180,10 @@ def plan_cache(
         room=cache(partial(memory.stored_bytes, spec)),
     )
     left_out = candidates.require(budget)
-    pools, forms = len(candidates.fitting(budget)), {"one": 0, "auto": 2}.get(search.pool, 1)
-    pools = pools * (search.frontier + 2 + forms + 5 * search.tuned) + search.frontier  # more with a target time
-    candidates.progress.expect(pools * len(used | held_out) // 2)
     budgets = budgets_between(memory.least_bytes, memory.most_bytes, memory.slot_bytes, search.frontier)
+    forms = {"one": 0, "auto": 2}.get(search.pool, 1)
+    pools = sum(len(candidates.fitting(one)) for one in [*budgets, *[budget] * (2 + forms + 5 * search.tuned)])
+    candidates.progress.expect((pools + len(budgets)) * len(used | held_out) // 2)  # more with a target time
     if target_tpot_s is not None:
         if profile is None:
             raise UsageError("a target time per output token needs the costs of a machine; give a profile")
@@ -208,6 +207,7 @@ def plan_cache(
         evidence = [shown if row.policy == shown.policy else row for row in evidence]
     candidates.progress.end()
     choice = chosen.row
+    left_out |= candidates.left_out(budget)
     uses_LE = _uses(trace, used)
     predicts = candidates.pays(choice.policy)
     paid = predictor.predictor_bytes if predicts else 0
@@ -279,7 +279,8 @@ def _reason(
     show = _milliseconds if timed else _moved
     values = {row.policy: show(row) for row in evidence}
     hits = {row.policy: percent(row.decode.hit_rate) for row in evidence}
-    absent = "; ".join(f"{name}, {why}" for name, why in left_out.items())
+    reasons = dict.fromkeys(left_out.values())
+    absent = "; ".join(f"{', '.join(n for n in left_out if left_out[n] == why)}, {why}" for why in reasons)
     if timed:
         won, does = "had the shortest time per output token", "takes"
     else:

@@ -1,7 +1,7 @@
 """Candidate policies of a cache plan, and their replayed costs by budget."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import product
@@ -19,6 +19,9 @@ from moetool.tuning.replay_jobs import replay_with_jobs
 
 _LOG = logging.getLogger(__name__)
 _ACTIVITY = "replaying candidates (requests)"
+SAMPLED_TOKENS = 500
+_BEHIND = 1.25
+"""Cost on the sample, relative to the best candidate's, from which a candidate is not replayed on all requests."""
 
 
 def servable(trace: Trace, predictor: Any) -> list[str]:
@@ -62,11 +65,7 @@ def best(rows: Sequence[ReplayRow]) -> ReplayRow:
     Ties are broken by total bytes, then by the smallest pool.
     """
 
-    def cost(row: ReplayRow) -> tuple[float, float, int, int]:
-        seconds = row.timing.tpot_mean_s if row.timing is not None else None
-        return seconds or 0.0, touched_bytes(row), row.loaded_bytes, row.slots
-
-    return min(rows, key=cost)
+    return min(rows, key=lambda row: (cost(row), touched_bytes(row), row.loaded_bytes, row.slots))
 
 
 def touched_bytes(row: ReplayRow) -> float:
@@ -77,6 +76,11 @@ def touched_bytes(row: ReplayRow) -> float:
 def tpot_s(row: ReplayRow) -> float | None:
     """Return the mean time per output token; None without a timeline or such tokens."""
     return None if row.timing is None else row.timing.tpot_mean_s
+
+
+def cost(row: ReplayRow) -> float:
+    """Return the time per output token, or without a timeline the bytes per decode token."""
+    return touched_bytes(row) if row.timing is None else row.timing.tpot_mean_s or 0.0
 
 
 class SearchProgress:
@@ -119,6 +123,10 @@ class Candidates:
         held_out: held-out requests.
         progress: of all replays together.
 
+    Unless policies are requested by name, those that cannot win are not replayed: without a profile, those that load
+    every needed expert anew, since lru never loads more; where every expert has a slot, all but lru; and where the
+    choosing requests have 1,000 tokens or more, those that cost over 1.25 times the best one on every n-th of them.
+
     Policies with host compute are timed as if their experts lay in host memory. If these lie on disk, only policies
     requested by name are candidates.
 
@@ -152,6 +160,7 @@ class Candidates:
         self._predictor_bytes, self._room = predictor_bytes, room
         self.progress = SearchProgress(setup.on_progress)
         self._rows: dict[int, list[ReplayRow]] = {}
+        self._behind: dict[int, dict[str, str]] = {}  # by budget: those that a sample left out, with the reason
         self._mispriced: dict[str, str] = {}
         for name in self._names:
             hosts = computes_on_host(name, self.options.get(name, {}))
@@ -192,7 +201,20 @@ class Candidates:
                 lost[name] = f"whose predictor of {self._predictor_bytes:,} bytes leaves no room for experts"
             else:
                 lost |= too_large([name], self.spec, room, self.options)
-        return lost
+        return {**lost, **self._surpassed(budget_bytes, lost), **self._behind.get(budget_bytes, {})}
+
+    def _surpassed(self, budget_bytes: int, lost: Collection[str]) -> dict[str, str]:
+        """Return the candidates that cannot surpass lru, with the reason."""
+        others = {name for name in self._names if name != "lru" and name not in lost}
+        if self._asked or "lru" not in self._names or "lru" in lost:
+            return {}
+        slots = slots_within(self.spec, self.for_experts("lru", budget_bytes))
+        if slots == self.spec.total_experts:
+            return dict.fromkeys(sorted(others), "where every expert has a slot")
+        if self._setup.profile is not None:
+            return {}
+        anew = sorted(name for name in others if policy_class(name).reloads(self.spec, slots))
+        return dict.fromkeys(anew, "where every needed expert is loaded anew")
 
     def fitting(self, budget_bytes: int) -> list[str]:
         """Return the candidates that fit into a budget."""
@@ -250,6 +272,7 @@ class Candidates:
         """Return the best candidate for each budget, on the choosing requests; none where none fits."""
         budgets = sorted(set(budgets))
         missing = [budget for budget in budgets if budget not in self._rows]
+        self._race(missing)
         for budget, rows in zip(missing, self.rows(missing, self.used) if missing else (), strict=True):
             self._rows[budget] = rows
             for row in rows:
@@ -258,6 +281,21 @@ class Candidates:
                     *(row.policy, budget, row.slots, row.decode.hit_rate, touched_bytes(row), tpot_s(row)),
                 )
         return {budget: self._winner(self._rows[budget]) for budget in budgets if self._rows[budget]}
+
+    def _race(self, budgets: Sequence[int]) -> None:
+        """Leave out, at each budget, the candidates that fall far behind on a sample of the choosing requests."""
+        table = self.trace.requests
+        counts = zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True)
+        tokens = {request: count for request, count in counts if request in self.used}
+        every = sum(tokens.values()) // SAMPLED_TOKENS
+        sample = frozenset(sorted(tokens)[:: max(every, 1)])
+        if every < 2 or self._asked or not budgets:
+            return
+        why = f"over {_BEHIND} x the best on a sample of {sum(tokens[request] for request in sample):,} tokens"
+        for budget, rows in zip(budgets, self.rows(budgets, sample), strict=True):
+            most = _BEHIND * cost(best(rows)) if rows else 0.0
+            self._behind[budget] = {row.policy: why for row in rows if cost(row) > most}
+            _LOG.info("on a sample, in %d bytes: %s", budget, {row.policy: cost(row) for row in rows})
 
     def _winner(self, rows: Sequence[ReplayRow]) -> ReplayRow:
         """Return the best row. Where every expert has a slot, it is lru: policies differ in the first loads only."""
@@ -273,6 +311,7 @@ class Candidates:
         alone = copy(self)
         alone._setup, alone._predictor_bytes = replace(self._setup, predictor=None), 0
         alone._names = [name for name in self._names if not policy_class(name).needs_predictor]
+        alone._behind = {b: {n: why for n, why in lost.items() if n not in pay} for b, lost in self._behind.items()}
         optional = [name for name in alone.fitting(budget_bytes) if name in pay]
         if not optional:
             return self

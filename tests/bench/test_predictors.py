@@ -49,7 +49,6 @@ BUDGET = int(os.environ.get("MOETOOL_BENCH_BUDGET", "60"))
 SEEDS = int(os.environ.get("MOETOOL_BENCH_SEEDS", "3"))
 COUNTED = ("popularity", "affinity", "activation_matrix", "expert_map", "next_use", "gate_ahead", "resident_forward")
 SEEDED = (*COUNTED, "lstm", "single_transformer", "cascade", "path_mlp", "promoe", "fused")
-ROUTED = ("popularity", "affinity", "activation_matrix", "expert_map", "next_use", "path_mlp", "fused")
 SEED_PROMPTS = 6  # of each set: three times as many fits take as long as one of twice as many
 EQUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "promoe, hidden 402": ("promoe", {"hidden": 402}),  # as many parameters as fused
@@ -297,24 +296,6 @@ def _deepseek(here: Path) -> tuple[Path, Path, Path]:
         _once(here / "score", lambda out: _import(out, known, slice(1, None, 2 * every))),
         _once(here / "unseen", lambda out: _import(out, ("translation",), slice(0, None, every))),
     )
-
-
-@pytest.mark.skipif(not DEEPSEEK.is_dir(), reason="shared/data/routes is not here")
-def test_deepseek_routes_over_seeds(work: Path) -> None:
-    """Mean and 95 % interval over the seeds of what can be trained on routes alone."""
-    here = work / "deepseek"
-    wanted = {name: (name, ROUTE_OPTIONS.get(name, {})) for name in ROUTED}
-    found = _over_seeds(here, wanted, *_deepseek(here), held_out=0.05)
-    assert all(row.overall()[1].match > 0.8 for name in ("path_mlp", "fused") for row in found[name])
-
-
-@pytest.mark.skipif(not QWEN.is_file(), reason="shared/data/routes is not here")
-def test_qwen_conversation_over_seeds(work: Path) -> None:
-    """Mean and 95 % interval over other weights and orders; the one conversation is split in time under every seed."""
-    here = work / "qwen"
-    trace = _once(here / "trace", lambda out: import_trace([QWEN], "route_csv", out))
-    wanted = {name: (name, ROUTE_OPTIONS.get(name, {})) for name in ROUTED}
-    assert len(_over_seeds(here, wanted, trace, trace, None)["fused"]) == SEEDS
 
 
 def _import(out: Path, tasks: Sequence[str], chosen: slice) -> None:

@@ -9,7 +9,7 @@ import pytest
 from moetool.trace import edit
 from moetool.trace.reader import Trace
 from moetool.training.training import train
-from tests.command_line import Run
+from tests.command_line import Run, exit_code
 
 COMMAND = ("replay",)
 MARK = "(trained on"
@@ -39,7 +39,12 @@ def test_rows_on_requests_of_the_training_are_marked(run: Run, trace: Path, pred
 
 
 def test_copies_of_them_in_another_trace_are_known_and_new_ones_are_not(
-    run: Run, trace: Path, predictor: Path, tmp_path: Path
+    run: Run,
+    trace: Path,
+    predictor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A prompt is known by its tokens, under any file name."""
     card = json.loads((predictor / "card.json").read_text())
@@ -61,3 +66,11 @@ def test_copies_of_them_in_another_trace_are_known_and_new_ones_are_not(
     assert json.loads(out)[0]["trained_on"] == 0
     _, out, _ = run("--trace", trace, *given[:-1])
     assert "duoserve" in out and MARK not in out
+    # Neither is known where the training had no marked prompts: they may be the same.
+    card |= {"seen_prompts": ["sequence:tokens:" + "0" * 24]}
+    (other / "card.json").write_text(json.dumps(card))
+    plan = ("plan", "cache", "--device-memory", "20MB", "--frontier", 0, "--pool", "one", "--out", tmp_path / "p.json")
+    for command in (("replay", *given), (*plan, "--predictor", other)):
+        capsys.readouterr()
+        assert exit_code(monkeypatch, *command, "--trace", trace) == 0
+        assert f"{len(whole.requests)} requests of {trace} may repeat" in " ".join(capsys.readouterr().err.split())

@@ -37,6 +37,10 @@ class Policy(lru.Policy):
     def min_slots(cls, spec: ModelSpec, options: Any) -> int:
         return max(MIN_SLOTS, spec.num_experts)
 
+    @classmethod
+    def reloads(cls, spec: ModelSpec, num_slots: int) -> bool:
+        return num_slots <= spec.total_experts - spec.num_experts
+
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         layer = layer_keys(self.spec, event.layer)
         for key in layer:

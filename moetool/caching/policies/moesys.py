@@ -43,6 +43,10 @@ class Policy(lru.Policy):
     def slots_used(cls, spec: ModelSpec, options: Any, num_slots: int) -> int:
         return min(num_slots, cls.min_slots(spec, options))
 
+    @classmethod
+    def reloads(cls, spec: ModelSpec, num_slots: int) -> bool:
+        return True
+
     def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
         return layer_keys(self.spec, 0)
 

@@ -30,5 +30,9 @@ class Policy(lru.Policy):
     def slots_used(cls, spec: ModelSpec, options: Options, num_slots: int) -> int:
         return min(num_slots, max(MIN_SLOTS, *spec.top_k_L))
 
+    @classmethod
+    def reloads(cls, spec: ModelSpec, num_slots: int) -> bool:
+        return True
+
     def after_last_expert(self, event: GateEvent) -> Sequence[int]:
         return list(self._order)

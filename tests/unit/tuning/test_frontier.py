@@ -12,7 +12,7 @@ from moetool.base.tables import count
 from moetool.caching.plan import CachePlan, PrefetchLimits
 from moetool.caching.residency import StepKind
 from moetool.trace.reader import Trace
-from moetool.tuning.candidates import Candidates, best, touched_bytes, tpot_s
+from moetool.tuning.candidates import Candidates, best, servable, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, least_budget
 from moetool.tuning.policy_tuning import PolicySetup, tune, untuned_setup
 from moetool.tuning.replay import ReplaySetup, decisions, replay, whole_bytes
@@ -80,8 +80,7 @@ def test_a_time_out_of_reach_is_refused_with_the_best(trace: Trace, slow: Any) -
 
 def test_what_the_host_computes_from_disk_is_no_candidate_where_its_time_counts(trace: Trace, slow: Any) -> None:
     why = {"static_split": "whose host compute is timed for experts in host memory, not on disk"}
-    assert candidates(trace, profile=slow).left_out(24_000) == why
-    assert candidates(trace).left_out(24_000) == {}
+    assert candidates(trace, profile=slow).left_out(23_000) == why
     assert candidates(trace, names=["static_split"], profile=slow).left_out(24_000) == {}
 
 
@@ -246,6 +245,28 @@ def test_lru_is_chosen_where_every_expert_has_a_slot(trace: Trace) -> None:
     chosen = candidates(trace, names=names).winners([whole - 1000, whole, 2 * whole])
     assert chosen[whole].policy == chosen[2 * whole].policy == "lru"
     assert candidates(trace, names=names[:2]).winners([whole])[whole].policy in names[:2]
+
+
+def test_what_cannot_win_is_not_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what loads whatever it needs, by its definition, nor what falls far behind on a sample."""
+    monkeypatch.setattr("moetool.tuning.candidates.SAMPLED_TOKENS", 100)
+    trace = write_trace(tmp_path / "t", make_spec(), num_requests=30, new_tokens=15)
+    used = frozenset(range(0, 30, 2))
+    field = Candidates(trace, used, frozenset(range(1, 30, 2)))
+    (chosen,) = field.winners([12_000]).values()
+    lost = field.left_out(12_000)
+    assert {"layerwise", "on_demand"} < lost.keys() and chosen.policy not in lost
+    assert "moesys" in field.left_out(23_000)
+    with_it, without = (
+        replay(trace, [name], [12_000], ReplaySetup(requests=used, pool_unit="slots"))[0]
+        for name in ("lru", "on_demand")
+    )
+    assert touched_bytes(with_it) <= touched_bytes(without)
+    slow = {name: why for name, why in lost.items() if "sample" in why}
+    for name in slow:
+        (row,) = replay(trace, [name], [12_000], ReplaySetup(requests=used, pool_unit="slots"))
+        assert touched_bytes(row) > 1.1 * touched_bytes(chosen)
+    assert slow and set(field.left_out(24_000)) == set(servable(trace, None)) - {"lru"}
 
 
 def test_times_are_read_with_their_unit() -> None:
