@@ -17,16 +17,29 @@ def destinations(placed_GLE: np.ndarray, server_G: Sequence[int]) -> np.ndarray:
         placed_GLE: which GPU holds which expert, bool.
         server_G: the server of each GPU.
     """
-    server, expert_E = np.array(server_G), np.arange(placed_GLE.shape[2])
-    to_GLE = np.full(placed_GLE.shape, -1, np.int64)
-    for g in range(len(placed_GLE)):
-        near_GLE = placed_GLE & (server == server[g])[:, None, None]
-        from_GLE = np.where(near_GLE.any(axis=0), near_GLE, placed_GLE)
-        count_LE = from_GLE.sum(axis=0)
-        turn_LE = (g + expert_E) % np.maximum(count_LE, 1)
-        chosen_LE = (from_GLE & (from_GLE.cumsum(axis=0) == turn_LE + 1)).argmax(axis=0)
-        to_GLE[g] = np.where(placed_GLE[g], g, np.where(count_LE > 0, chosen_LE, -1))
+    server = np.array(server_G)
+    to_GLE = _by_turns(placed_GLE, np.zeros_like(server))
+    near_GLE = _by_turns(placed_GLE, server)
+    own_G = np.arange(len(server))[:, None, None]
+    to_GLE = np.where(placed_GLE, own_G, np.where(near_GLE >= 0, near_GLE, to_GLE))
     return to_GLE
+
+
+def _by_turns(placed_GLE: np.ndarray, group_G: np.ndarray) -> np.ndarray:
+    """Return for each GPU a holder [G, L, E] of its group, by turns of GPU and expert; -1 if the group has none."""
+    num_gpus, num_layers, num_experts = placed_GLE.shape
+    holder_H, layer_H, expert_H = np.nonzero(placed_GLE)
+    if not len(holder_H):
+        return np.full(placed_GLE.shape, -1, np.int64)
+    key_H = (group_G[holder_H] * num_layers + layer_H) * num_experts + expert_H
+    holder_H = holder_H[np.argsort(key_H, kind="stable")]  # by group, layer, expert, GPU
+    count_X = np.bincount(key_H, minlength=(int(group_G.max()) + 1) * num_layers * num_experts)
+    shape = (-1, num_layers, num_experts)
+    count_GLE = count_X.reshape(shape)[group_G]
+    first_GLE = (count_X.cumsum() - count_X).reshape(shape)[group_G]
+    turn_GLE = (np.arange(num_gpus)[:, None, None] + np.arange(num_experts)) % np.maximum(count_GLE, 1)
+    chosen_GLE = holder_H[np.minimum(first_GLE + turn_GLE, len(holder_H) - 1)]
+    return np.where(count_GLE > 0, chosen_GLE, -1)
 
 
 def without(placed_GLE: np.ndarray, exists_LE: np.ndarray, members: Sequence[int]) -> np.ndarray:
