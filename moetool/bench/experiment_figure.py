@@ -39,6 +39,10 @@ class ExperimentResult:
         exact: whether the values are counted, so that one run decides.
         traces: number of independent traces (0: not counted); fewer than three decide nothing.
         experts: experts per layer of the measured traces, and those that a token uses; zeros without traces.
+        expert_bytes: bytes of all experts of the measured model; 0: none was measured.
+        best: by name, per seed, the value that no exact policy with that memory betters on that machine.
+        highest_best: whether higher values are better.
+        whole_layers: names whose policy moves all experts of a layer, so that experts per layer and token decide.
     """
 
     values: Mapping[str, Sequence[float]]
@@ -50,6 +54,10 @@ class ExperimentResult:
     exact: bool = False
     traces: int = 0
     experts: tuple[int, int] = (0, 0)
+    expert_bytes: int = 0
+    best: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    highest_best: bool = False
+    whole_layers: tuple[str, ...] = ()
 
 
 def draw_all(folder: Path, founds: Mapping[str, ExperimentResult]) -> list[Path]:

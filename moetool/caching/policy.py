@@ -62,10 +62,13 @@ class Policy:
         prefetch_distance: layers ahead that it prefetches (0: none); an option `distance` overrides it.
         prediction_lag: events between the gate at which the predictor starts in its own thread and the event whose
             first expert waits for the result; None: the predictor runs in the caller's thread.
+        search_lag: the same for the policy's own searches and partial forwards.
 
     Attributes:
         own: the spec; where devices share a model, its sizes count only this device's experts per layer. Keys always
             come from `spec`.
+        searches: predictions that it has made without a predictor: searches of its memory, looks at later gates.
+        partial_forwards: forwards of a layer through resident experts to the next gate, which it has predicted by.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"experts"})
@@ -77,6 +80,9 @@ class Policy:
     live_costs: bool = False
     prefetch_distance: ClassVar[int] = 0
     prediction_lag: int | None = None
+    search_lag: int | None = None
+    searches: int = 0
+    partial_forwards: int = 0
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
         self.spec = spec

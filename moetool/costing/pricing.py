@@ -26,7 +26,8 @@ class TimelineOptions:
         dtype: data type of everything except the experts (default: the one that computes an expert fastest).
         io_threads: threads that read experts; rounded to the nearest measured number.
         tier: location of experts that are not on the device: `disk`, or `pinned` or `pageable` host memory.
-        prediction_ms: milliseconds of one prediction (default: the profile's curve).
+        prediction_ms: milliseconds of one prediction, also of a policy's own search or look at a later gate (default:
+            the profile's curve; without one, searches are free).
         synchronous: whether the experts of a layer wait for all earlier prefetches, as in systems that prefetch
             synchronously. `moetool serve` does not wait.
     """
@@ -94,7 +95,9 @@ class Prices:
         self._attention, self._prompt = _Nanoseconds(costs.attention), _Nanoseconds(costs.prompt_attention)
         self._gate, self._shared, self._head = (_Nanoseconds(c) for c in (costs.gate, costs.shared, costs.head))
         self._dense = _Nanoseconds(costs.dense or (lambda tokens: 0.0))
-        self._prediction = _Nanoseconds(_prediction(profile, options))
+        known = _prediction(profile, options)
+        self._prediction = _Nanoseconds(known or _refuse_prediction)
+        self._search = _Nanoseconds(known or (lambda tokens: 0.0))
         self.link_share, self.host_share = profile.link_share, profile.host_share
         self.miss_ns = round(profile.miss_s * 1e9)
         self._loads: dict[str, list[int]] = {}
@@ -130,6 +133,15 @@ class Prices:
             MismatchError: no prediction time is known.
         """
         return self._prediction[tokens]
+
+    def search_ns(self, tokens: int) -> int:
+        """Return the nanoseconds of a policy's own search, or look at a later gate; 0 without a prediction time."""
+        return self._search[tokens]
+
+    def partial_forward_ns(self, event: GateEvent) -> int:
+        """Return the nanoseconds from a layer's experts to the next gate, if as many experts as needed are resident."""
+        forward = self.forward(event.forward)
+        return forward.after + forward.before_L[event.layer + 1] + sum(self.experts(event).values())
 
     def forward(self, info: ForwardInfo) -> ForwardCosts:
         """Return the nanoseconds of a forward without its routed experts."""
@@ -259,17 +271,16 @@ def _host_costs(profile: CostProfile, dtype: str | None) -> ComputeCosts | None:
     return min(found, key=lambda costs: (costs.dtype != dtype, costs.expert(1)), default=None)
 
 
-def _prediction(profile: CostProfile, options: TimelineOptions) -> Callable[[float], float]:
-    if options.prediction_ms is not None:
-        seconds = options.prediction_ms / 1e3
-        return lambda tokens: seconds
-    if profile.predictor is not None:
+def _prediction(profile: CostProfile, options: TimelineOptions) -> Callable[[float], float] | None:
+    """Return the seconds of a prediction against tokens; None if they are unknown."""
+    if options.prediction_ms is None:
         return profile.predictor
+    seconds = options.prediction_ms / 1e3
+    return lambda tokens: seconds
 
-    def refuse(tokens: float) -> float:
-        raise MismatchError(
-            "the profile has no time of a prediction, and the policy predicts; measure it with: moetool profile MODEL "
-            "--predictor DIR, or give it with --set timeline.prediction_ms=…"
-        )
 
-    return refuse
+def _refuse_prediction(tokens: float) -> float:
+    raise MismatchError(
+        "the profile has no time of a prediction, and the policy predicts; measure it with: moetool profile MODEL "
+        "--predictor DIR, or give it with --set timeline.prediction_ms=…"
+    )

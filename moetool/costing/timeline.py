@@ -7,8 +7,9 @@ transfer that the compute stream waits for precedes all others that have not beg
 its slot is reused is dropped.
 
 While the host computes experts beside a GPU, transfers and the host have the shares of their rates that the profile
-gives. Not modelled: Python's own time, sampling, and contention of reads and compute on one processor. Only calls to
-a predictor's `scores` cost time; a policy's own search or network, and look-ahead at later gates, are free.
+gives. Not modelled: Python's own time, sampling, and contention of reads and compute on one processor. A call to a
+predictor's `scores`, a policy's own search and its look at later gates each cost a prediction's time; a forward through
+resident experts costs that layer's time.
 """
 
 from collections import deque
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from moetool.base.types import ForwardInfo, GateEvent, Phase
+from moetool.caching.policy import Policy
 from moetool.caching.program import run
 from moetool.caching.residency import Step, StepKind
 from moetool.costing.pricing import Prices
@@ -152,7 +154,9 @@ class Timeline:
         prices: costs, shared by concurrent runs.
         predictor: the policy's predictor, if any. Without a lag, predictions take time on the compute stream.
         prediction_lag: as `Policy.prediction_lag`. If not None, predictions run on their own stream, and the compute
-            stream waits for each before the first expert of the event that uses it.
+            stream waits for each before the first expert of the event that uses it. What is predicted before the first
+            MoE layer is used at once.
+        policy: whose own searches and partial forwards take time like predictions (default: they are free).
         tier_of: tier of an expert by key (default: that of the prices' options).
     """
 
@@ -164,12 +168,14 @@ class Timeline:
         *,
         predictor: MeteredPredictor | None = None,
         prediction_lag: int | None = None,
+        policy: Policy | None = None,
         tier_of: Callable[[int], str] | None = None,
     ) -> None:
         self.now = 0
         self._prices = prices
         self._predictor = predictor
         self._prediction_lag = prediction_lag
+        self._policy, self._searched, self._partial = policy, 0, 0
         self._predicted_at = 0  # when the prediction stream is free
         self._answers: deque[int] = deque()  # times of the forward's predictions, oldest first
         # The event that runs: the end of its prediction, prices, compute time, and end of host computation.
@@ -197,8 +203,7 @@ class Timeline:
         self._tally = self._tallies[Phase.PREFILL if info.prefill else Phase.DECODE]
         self._began = self.now
         self._answers.clear()
-        if self._prediction_lag is None:
-            self._predict(info)
+        self._wait_for(self.now + self._asked_ns(info, None))
         run(steps, self)
 
     def event(self, event: GateEvent, steps: Sequence[Step]) -> None:
@@ -209,7 +214,7 @@ class Timeline:
             if not job.dropped:
                 self._wait(job)
         self._ahead.clear()
-        self._answer = self._predict(event.forward)
+        self._answer = self._predict(event)
         self._event, self._expert_ns = event, self._prices.experts(event)
         self._computed = self._hosted = 0
         if self._prices.miss_ns and any(step.kind in (StepKind.LOAD, StepKind.HOST) for step in steps):
@@ -304,13 +309,26 @@ class Timeline:
             request_s={request: (a / 1e9, b / 1e9) for request, (a, b) in self._requests.items()},
         )
 
-    def _predict(self, info: ForwardInfo) -> int:
-        """Begin the requested predictions; return the end of the one that this event waits for."""
+    def _asked_ns(self, info: ForwardInfo, event: GateEvent | None) -> int:
+        """Return the time of the predictions, searches and partial forwards since the last call."""
+        tokens, total = len(info.request_T), 0
         asked = 0 if self._predictor is None else self._predictor.take()
-        ready = self.now + (asked * self._prices.prediction_ns(len(info.request_T)) if asked else 0)
+        if asked:
+            total += asked * self._prices.prediction_ns(tokens)
+        if self._policy is not None:
+            searched, self._searched = self._policy.searches - self._searched, self._policy.searches
+            total += searched * self._prices.search_ns(tokens)
+            partial, self._partial = self._policy.partial_forwards - self._partial, self._policy.partial_forwards
+            total += partial * self._prices.partial_forward_ns(event) if partial and event is not None else 0
+        return total
+
+    def _predict(self, event: GateEvent) -> int:
+        """Begin the requested predictions; return the end of the one that this event waits for."""
+        asked_ns = self._asked_ns(event.forward, event)
+        ready = self.now + asked_ns
         if self._prediction_lag is None:
             return self._wait_for(ready)
-        if asked:
+        if asked_ns:
             ready = self._predicted_at = ready + max(0, self._predicted_at - self.now)
         self._answers.append(ready)
         return self._answers.popleft() if len(self._answers) > self._prediction_lag else 0

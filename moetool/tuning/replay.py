@@ -637,6 +637,7 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
         source.trace.require(made[0].columns, f"policy {name}")
         if "ahead" in made[0].columns:
             source.trace.require_ahead(min(made[0].distance, spec.num_layers - 1), f"policy {name}")
+        lag = made[0].search_lag if made[0].prediction_lag is None else made[0].prediction_lag
         capacities = [
             budget // devices if policy.num_slots == fit else policy.num_slots * spec.slot_bytes
             for policy, fit in zip(made, shares, strict=True)
@@ -647,7 +648,7 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
             made,
             capacities if in_bytes else None,
             setup,
-            None if prices is None else Timeline(prices, predictor=metered, prediction_lag=made[0].prediction_lag),
+            None if prices is None else Timeline(prices, predictor=metered, prediction_lag=lag, policy=made[0]),
             source,
             split,
         )

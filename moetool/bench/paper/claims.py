@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moetool.base import assets, config, plugins
 from moetool.base.bounded_read import TOML_BYTES, parse_toml, read_bytes
@@ -58,10 +58,8 @@ class Claim:
         derive: values that follow from measured ones (`moetool.bench.paper.verdict.derive`).
         check: conditions of agreement.
         size: printed numbers by name, shares and multiples as numbers.
-        ceiling: largest possible values on the assumed machine (`moetool.bench.paper.verdict.judge`).
-        ruled_out: why the values found here say nothing about the paper's machine or model, if so.
-        shape: experts per layer and per token that the claim is about, if they decide it: on traces of others it cannot
-            be tested.
+        needs: what else decides the claim: `size`, bytes of experts as in the paper's model; `gpu`, seconds of a GPU.
+        ours: a question of moetool's that the paper does not answer, in a table of its own.
         here: relevant differences between the miniature and the paper.
     """
 
@@ -74,17 +72,9 @@ class Claim:
     derive: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     check: Check
     size: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    ceiling: Mapping[str, float] = field(default_factory=dict)
-    ruled_out: str = ""
-    shape: tuple[int, ...] = ()
+    needs: tuple[Literal["size", "gpu"], ...] = ()
+    ours: bool = False
     here: str = ""
-
-    def cannot(self, experts: tuple[int, int]) -> str:
-        """Return why the claim cannot be tested on traces with so many experts per layer and per token, if so."""
-        if not self.shape or experts == self.shape:
-            return self.ruled_out
-        (here, used), (there, theirs) = experts, self.shape
-        return f"a layer here has {here} experts, of which {used} are used; the claim is about {there} and {theirs}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,24 +40,23 @@ def figures(made: BenchResult) -> dict[str, ExperimentResult]:
 
 def _claims(made: BenchResult, paper: Row, rows: list[Row]) -> Iterator[Any]:
     yield f"{paper['title']}. {paper['reference']}"
-    yield table(
-        "claims and results: mean ± 95 % interval over seeds",
-        rows,
-        {
-            "": ("id", "s"),
-            "the paper says": ("says", "s"),
-            "printed": ("printed", "s"),
-            "found": (lambda row: "; ".join(map(_value, row["found"])) or None, "s"),
-            "verdict": (lambda row: f"{row['verdict']}: {row['why']}", "s"),
-            "size": (lambda row: row["size"] or None, "s"),
-        },
-        num_text=6,
-    )
+    found: Columns = {"found": (lambda row: "; ".join(map(_value, row["found"])) or None, "s")}
+    verdict: Columns = {"verdict": (lambda row: f"{row['verdict']}: {row['why']}", "s")}
+    size: Columns = {"size": (lambda row: row["size"] or None, "s")}
+    says: Columns = {"": ("id", "s"), "the paper says": ("says", "s"), "printed": ("printed", "s")}
+    claims, own = ([row for row in rows if row.get("ours", False) == ours] for ours in (False, True))
+    if claims:
+        columns = {**says, **found, **verdict, **size}
+        yield table("claims and results: mean ± 95 % interval over seeds", claims, columns, num_text=6)
+    if own:
+        columns = {"": ("id", "s"), "question": ("says", "s"), **found, **verdict}
+        yield table("questions of moetool's that the paper does not answer", own, columns, num_text=4)
     yield from (f"{row['id']}, here: {row['here']}" for row in rows if row["here"])
     yield from (f"not repeated: {', '.join(left['ids'])}: {left['why']}" for left in paper["left_out"])
     yield from (f"measured on {on}" for on in dict.fromkeys(row.get("on") for row in rows) if on)
     counts = _counts("", rows)
-    yield ", ".join(f"{counts[answer]} {answer}" for answer in ANSWERS if counts[answer]) + f" of {len(rows)}"
+    if claims:
+        yield ", ".join(f"{counts[answer]} {answer}" for answer in ANSWERS if counts[answer]) + f" of {len(claims)}"
 
 
 def _by_links(rows: list[Row]) -> Iterator[Any]:
@@ -85,7 +84,8 @@ def _by_links(rows: list[Row]) -> Iterator[Any]:
 
 
 def _counts(paper: str, rows: list[Row]) -> Row:
-    counts: Row = {answer: sum(row["verdict"] == answer for row in rows) for answer in ANSWERS}
+    claims = [row for row in rows if not row.get("ours", False)]
+    counts: Row = {answer: sum(row["verdict"] == answer for row in claims) for answer in ANSWERS}
     return {"paper": paper, **counts, "minutes": sum(row["seconds"] for row in rows) / 60}
 
 

@@ -12,16 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moetool.base import config, plugins
 from moetool.base.child_process import end_with_parent
 from moetool.base.config import POSITIVE, require_within
 from moetool.base.errors import CapacityError, MismatchError, UsageError
-from moetool.base.tables import progress
+from moetool.base.tables import count, progress
 from moetool.bench.bench_result import BenchResult, Row, recorded
 from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.claims import Claim, Paper, choose, names, read_paper
-from moetool.bench.paper.verdict import CannotTestError, Verdict, judge
+from moetool.bench.paper.verdict import FACTOR, CannotTestError, Verdict, judge
 from moetool.bench.paper.workbench import Workbench
+from moetool.costing.machines import NamedModel, read_named_model
+from moetool.models.libraries import read_machine
 
 _MISSING = (CannotTestError, MismatchError, CapacityError)
 """Errors that make a claim untestable: model, trace or machine lack a requirement of its experiment."""
@@ -50,24 +54,55 @@ def run_paper(
         given=given or {},
     )
     known: dict[str, ExperimentResult | Verdict] = {}
+    model = read_named_model(paper.machine.model) if paper.machine.model else None
     try:
         for claim in paper.claim:
             key, began = repr((claim.experiment, claim.options)), time.perf_counter()
             if fresh := key not in known:
                 known[key] = _measure(bench, claim)
             found, seconds = known[key], time.perf_counter() - began
-            # A ceiling is 1 + the compute time that loads can hide, relative to the load time.
-            ceiling = {name: 1 + (most - 1) * bench.machine.links for name, most in claim.ceiling.items()}
             if isinstance(found, Verdict):
                 row = _row(claim, found)
             else:
-                cannot = claim.cannot(found.experts)
-                verdict = judge(claim.check, found, claim.derive, size=claim.size, ceiling=ceiling, ruled_out=cannot)
+                cannot = decided_elsewhere(claim, found, model)
+                verdict = judge(claim.check, found, claim.derive, size=claim.size, ruled_out=cannot)
                 row = _row(claim, verdict)
                 row |= {name: value for name, value in asdict(found).items() if fresh or name != "curves"}
             yield {**row, "seconds": seconds if fresh else 0.0}
     finally:
         shutil.rmtree(bench.scratch, ignore_errors=True)
+
+
+def decided_elsewhere(claim: Claim, found: ExperimentResult, model: NamedModel | None) -> str:
+    """Return why the measured values say nothing about the paper's model or machine, if so.
+
+    A policy that moves whole layers loses by experts per layer over experts per token, so a bound on the gain over it
+    needs the paper's. What is measured in bytes or seconds of a model needs one of its size, or a GPU (`Claim.needs`).
+
+    Args:
+        model: the paper's model.
+    """
+    if model is None:
+        return ""
+    bounds = (claim.derive.get(name, {}) for name in (*claim.check.at_least, *claim.check.at_most))
+    compared = {name for how in bounds for pair in how.values() for name in pair}
+    experts, used = found.experts
+    if compared & set(found.whole_layers) and not _alike(experts / used, model.experts / model.top_k):
+        return (
+            f"a layer here has {experts} experts, of which {used} are used, and the claim's {model.experts} and "
+            f"{model.top_k}: whole layers cost in proportion"
+        )
+    size = model.layers * model.experts * model.expert_bytes
+    if "size" in claim.needs and not _alike(found.expert_bytes, size):
+        here, there = (count(one, "B") for one in (found.expert_bytes, size))
+        return f"the measured model's experts have {here}, those of {model.name} {there}"
+    if "gpu" in claim.needs and not torch.cuda.is_available():
+        return f"measured on {read_machine().cpu}, not beside the model on a GPU"
+    return ""
+
+
+def _alike(one: float, other: float) -> bool:
+    return min(one, other) * FACTOR >= max(one, other)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +219,7 @@ def with_links(paper: Paper, links: float) -> Paper:
 
 def _row(claim: Claim, verdict: Verdict) -> Row:
     return {
-        **{name: getattr(claim, name) for name in ("id", "says", "printed", "here", "experiment", "options")},
+        **{name: getattr(claim, name) for name in ("id", "says", "printed", "here", "ours", "experiment", "options")},
         "check": {name: value for name, value in asdict(claim.check).items() if value},
         "verdict": verdict.answer,
         "why": verdict.why,

@@ -1,15 +1,23 @@
-"""Queueing of requests with known service times at servers with one request at a time."""
+"""Queueing of requests at servers with one request at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 def serve_in_turn(
-    work: Sequence[tuple[float, int, float]], num_servers: int, *, redirect: bool = False
+    work: Sequence[tuple[float, int, Item]],
+    num_servers: int,
+    serve: Callable[[int, Item], float],
+    *,
+    redirect: bool = False,
 ) -> list[tuple[int, float]]:
     """Serve requests first come, first served.
 
     Args:
-        work: arrival time, server and service time of each request, in order of arrival.
+        work: arrival time, server and item of each request, in order of arrival.
+        serve: seconds that a server takes for an item, after those that it served before.
         redirect: a request goes to the first free server; its own, then the lowest number, on ties.
 
     Returns:
@@ -17,11 +25,11 @@ def serve_in_turn(
     """
     free = [0.0] * num_servers
     latencies = []
-    for at_s, home, takes_s in work:
+    for at_s, home, item in work:
         chosen = home
         if redirect:
             chosen = min(range(num_servers), key=lambda n: (max(free[n], at_s), n != home, n))
-        free[chosen] = max(free[chosen], at_s) + takes_s
+        free[chosen] = max(free[chosen], at_s) + serve(chosen, item)
         latencies.append((home, free[chosen] - at_s))
     return latencies
 

@@ -12,7 +12,7 @@ class Samples:
     """Values and curves of an experiment, and the traces behind them.
 
     Attributes:
-        values, curves: as in `ExperimentResult`.
+        values, curves, best, highest_best, whole_layers: as in `ExperimentResult`.
         traces: traces by path.
     """
 
@@ -20,6 +20,9 @@ class Samples:
         self._bench = bench
         self.values: dict[str, list[float]] = {}
         self.curves: dict[str, list[Curve]] = {}
+        self.best: dict[str, list[float]] = {}
+        self.highest_best = False
+        self.whole_layers: dict[str, None] = {}
         self.traces: dict[str, Trace] = {}
 
     def use(self, *traces: Trace) -> Trace:
@@ -74,4 +77,8 @@ class Samples:
             exact=exact,
             traces=len(self.traces) if traces is None else traces,
             experts=(spec.num_experts, max(spec.top_k_L)),
+            expert_bytes=spec.all_experts_bytes,
+            best=self.best,
+            highest_best=self.highest_best,
+            whole_layers=tuple(self.whole_layers),
         )

@@ -14,11 +14,12 @@ from moetool.simulation.simulation_results import interval
 Answer = Literal["agrees", "differs", "undecided", "cannot be tested here"]
 ANSWERS: tuple[Answer, ...] = ("agrees", "differs", "undecided", "cannot be tested here")
 _KINDS = ("less", "times", "minus", "lowest")
+_RATIOS = ("less", "times")
 _DIFFERENCES = ("less", "minus")
 _LEAST_EFFECT = 0.01
 """Smallest relevant difference of two ordered values, as a share of the larger."""
 _LEAST_TRACES = 3
-_FACTOR = 1.5
+FACTOR = 1.5
 """A value matches a printed one if neither is more than this many times the other."""
 
 
@@ -124,15 +125,14 @@ def judge(
     wanted: Mapping[str, Mapping[str, Sequence[str]]],
     *,
     size: Mapping[str, Sequence[float]] = MappingProxyType({}),
-    ceiling: Mapping[str, float] = MappingProxyType({}),
     ruled_out: str = "",
 ) -> Verdict:
     """Compare a claim with the measured values.
 
+    A claim whose bound no exact policy reaches on that machine and trace (`ceilings`) cannot be tested here.
+
     Args:
         size: printed values by name, one or several.
-        ceiling: largest value that any policy can reach on the assumed machine. A claim with a higher bound cannot be
-            tested here.
         ruled_out: why the values say nothing about the paper's, if so: the claim cannot be tested here.
 
     Raises:
@@ -166,9 +166,9 @@ def judge(
         names += found.values
     shown = tuple((name, *interval(values[name])) for name in dict.fromkeys(names))
     beyond = [
-        f"{name} is at most {most:g} on the assumed machine, below the claimed {check.at_least[name]:g}"
-        for name, most in ceiling.items()
-        if name in check.at_least and check.at_least[name] > most
+        f"{name} is at most {most:.3g} on this machine and routing, below the claimed {check.at_least[name]:g}"
+        for name, most in ceilings(check, found, wanted).items()
+        if check.at_least[name] > most
     ]
     failed = [words for words, gaps, least in relations if _holds(gaps, least, found.exact) is False]
     open_ = [words for words, gaps, least in relations if _holds(gaps, least, found.exact) is None]
@@ -186,6 +186,23 @@ def judge(
         answer, why = "agrees", ", ".join(words for words, _, _ in relations)
     sizes = "" if answer == "cannot be tested here" else _sizes(values, size, wanted)
     return Verdict(answer=answer, why=why, size=sizes, shown=shown, unit=units)
+
+
+def ceilings(
+    check: Check, found: ExperimentResult, wanted: Mapping[str, Mapping[str, Sequence[str]]]
+) -> dict[str, float]:
+    """Return the largest ratios that the machine and the traces allow, of those with a lower bound in the check.
+
+    The compared policy takes the best value of any policy in its place (`ExperimentResult.best`).
+    """
+    values, most = derive(found.values, wanted), {}
+    for name in check.at_least:
+        how = wanted.get(name, {})
+        for kind, pair in how.items():
+            better = pair[0] if found.highest_best else pair[1]
+            if kind in _RATIOS and better in found.best:
+                most[name] = max(derive({**values, better: found.best[better], name: []}, {name: how})[name])
+    return most
 
 
 def _least_difference(values: Mapping[str, Sequence[float]], how: Mapping[str, Sequence[str]]) -> float:
@@ -222,7 +239,7 @@ def _sizes(
         mean, half = interval(require(values, name))
         mean -= one
         low, high = min(theirs) - one, max(theirs) - one
-        if low / _FACTOR <= mean <= high * _FACTOR:
+        if low / FACTOR <= mean <= high * FACTOR:
             words.append(f"{name} as printed")
         elif mean <= (half or 0.0 if name in wanted else 0.0) or not math.isfinite(mean):
             words.append(f"{name} none, printed {low + one:g}")

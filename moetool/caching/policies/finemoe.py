@@ -95,7 +95,7 @@ class Policy(policy.Policy):
     def __init__(self, spec: ModelSpec, options: Options, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
         layers, experts = spec.num_layers, spec.num_experts
-        self._lag = min(options.lag, options.distance - 1)
+        self._lag = self.search_lag = min(options.lag, options.distance - 1)
         self._store = self._first_store(getattr(predictor, "maps", None))
         self._searcher = ThreadPoolExecutor(1, "finemoe-search")  # its thread ends with the policy
         self._joining: Future[dict[int, int]] | None = None  # rows of the last forward's iterations, by request
@@ -154,6 +154,7 @@ class Policy(policy.Policy):
         self._found.clear()
         self._wanted = [[] for _ in self._wanted]
         if self.options.meaning:
+            self.searches += len(self._requests)
             for running in self._requests.values():
                 running.match = running.search.by_embedding()
             self._use(-1, range(min(self.options.distance, self.spec.num_layers)))
@@ -172,6 +173,7 @@ class Policy(policy.Policy):
         self._ahead = {key for key in self._ahead if key >= end}
         chance_TE = distribution(event.scores_TE)
         rows_T = np.asarray(event.forward.request_T)
+        self.searches += len(self._requests)
         for request, running in self._requests.items():
             if len(self._requests) == len(rows_T):  # one token each
                 chance_E = chance_TE[int(np.argmax(rows_T == request))]

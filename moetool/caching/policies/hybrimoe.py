@@ -107,6 +107,7 @@ class Policy(policy.Policy):
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
         assert event.ahead_ATE is not None
         gains: list[tuple[float, int, int, int, float]] = []
+        self.searches += len(event.ahead_ATE[: self.options.distance])
         for distance, scores_TE in enumerate(event.ahead_ATE[: self.options.distance], start=1):
             gains += self._gains(event.layer + distance, scores_TE)
         self._wanted = {key: score for _, _, _, key, score in sorted(gains)}

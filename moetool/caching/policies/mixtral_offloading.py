@@ -72,6 +72,7 @@ class Policy(policy.Policy):
         if layer == self.spec.num_layers:
             return ()
         assert event.ahead_ATE is not None, "the policy needs the column ahead"
+        self.searches += 1
         scores_TE = event.ahead_ATE[0, :, : self.spec.num_experts_L[layer]]
         wanted = [self.spec.expert_key(layer, expert) for expert in likeliest(scores_TE, self.spec.top_k_L[layer])]
         for key in wanted:

@@ -87,6 +87,7 @@ class Policy(_lfu_ahead.LfuAhead):
         last = min(layer + self.options.distance, num_layers - 1)
         if layer == last or not self.matrices.num_past:
             return ()
+        self.searches += len(set(event.forward.request_T))
         chance_LE = self.matrices.chances(event.forward.request_T, slice(layer + 1, last + 1))
         wanted: list[tuple[float, int]] = []
         for ahead, chance_E in enumerate(chance_LE, start=1):

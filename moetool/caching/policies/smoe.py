@@ -92,6 +92,7 @@ class Policy(policy.Policy):
         super().__init__(spec, options, num_slots, predictor)
         self.computes_on_host = options.splits
         self.live_costs = options.splits and options.live
+        self.search_lag = 0 if options.predict_from == "resident" else None  # that forward runs while misses load
         self._costs: HostCosts = options.at_first()
         self._scores = ScoreWindow(spec, options.window)
         self._shield: set[int] = set()  # experts of the current event
@@ -128,8 +129,10 @@ class Policy(policy.Policy):
         if not self.options.prefetch or event.layer + 1 == self.spec.num_layers:
             return ()
         if self.options.predict_from == "resident":
+            self.partial_forwards += 1
             scores_TE = event.resident_TE
         else:
+            self.searches += 1
             scores_TE = None if event.ahead_ATE is None else event.ahead_ATE[0]
         assert scores_TE is not None, f"the policy needs the column {self.options.predict_from}"
         self._ahead = top_score(self.spec, event.layer + 1, scores_TE, self.options.alpha)

@@ -242,6 +242,39 @@ def test_predictions_beside_the_compute_stream_are_waited_for_where_they_are_use
     assert made.timing().total.prediction_s == pytest.approx(waited * 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("lag", "each_ns", "searches", "partial", "elapsed", "waited"),
+    [
+        (None, None, 1, 0, 39 + 3 * 2, 0),  # free without a prediction time
+        (None, 7, 1, 0, 39 + 3 * 2 + 7 + 3 * 7, 4 * 7),
+        (1, 7, 1, 0, 39 + 3 * 2 + 7, 7),  # beside the loads, but for the one before the first layer
+        (1, 17, 1, 0, 39 + 3 * 2 + 17, 17 + 2 + 4),  # longer than a layer
+        (None, None, 0, 1, 39 + 3 * 2 + 2 * (2 + 3), 2 * (2 + 3)),  # a gate and an expert, to each next layer
+        (0, None, 0, 1, 39 + 3 * 2, 2 * (2 + 3)),  # beside the load
+    ],
+)
+def test_a_policys_own_searches_and_partial_forwards_take_time(
+    lag: int | None, each_ns: int | None, searches: int, partial: int, elapsed: int, waited: int
+) -> None:
+    """In each of three layers a gate of 2 ns, a load of 10 and an expert of 3."""
+    spec = make_spec(layers=3, experts=8)
+    policy = build_policy("lru", spec, {}, 4)
+    profile = make_profile(spec, compute(gate=2), predictor=each_ns)
+    made = Timeline(Prices(profile, spec, TimelineOptions()), prediction_lag=lag, policy=policy)
+    info = forward()
+    policy.searches += searches
+    made.begin_forward(info, [])
+    for layer in range(3):
+        policy.searches += searches
+        policy.partial_forwards += partial * (layer < 2)
+        made.event(
+            GateEvent(forward=info, layer=layer, experts_TK=((0,),)), [load(8 * layer, layer), use(8 * layer, layer)]
+        )
+    made.end_forward(info)
+    assert round(made.timing().total.seconds * 1e9) == elapsed
+    assert round(made.timing().total.prediction_s * 1e9) == waited
+
+
 def test_the_host_computes_beside_a_gpu_and_instead_of_a_cpu() -> None:
     program = [Step(StepKind.HOST, 5, -1), Step(StepKind.HOST, 6, -1), load(0, 0), use(0, 0)]
     assert spent(run(program)) == (10 + 3, 9, 4, 10)  # both are done while the load is under way

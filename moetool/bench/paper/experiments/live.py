@@ -13,6 +13,7 @@ from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.bench.serve import bench_serve
 from moetool.bench.serving_setup import BenchModel, ServingBenchOptions
+from moetool.models.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
         on=f"{MODEL} live on {made.machine['cpu']}, {', '.join(options.data)}: medians of {bench.sizes.rounds} rounds "
         f"of {bench.sizes.texts} requests x {options.new_tokens} new tokens each",
         traces=len(options.data),
+        expert_bytes=Checkpoint.open(MODEL).spec.all_experts_bytes,
     )
 
 

@@ -86,12 +86,15 @@ def _count(bench: Workbench, trace: Trace, line: PolicyLine, options: Options, f
     predictor = bench.predictor(line.predictor, history, seed=fold) if line.predictor else None
     budget = int(options.memory * trace.spec.total_experts) * trace.spec.slot_bytes
     steps: dict[tuple[int, int], list[Step]] = {}
-    setup = ReplaySetup(options={line.policy: line.options}, requests=later, predictor=predictor, sequential=True)
+    served = later | frozenset(history.requests["request"].to_pylist())
+    setup = ReplaySetup(options={line.policy: line.options}, requests=served, predictor=predictor, sequential=True)
     for forward, layer, step in decisions(trace, line.policy, budget, setup):
         if step.kind is not StepKind.COMPUTE:
             steps.setdefault((forward, layer), []).append(step)
     counts = _Count()
-    for info, kinds in _decoded(trace, later, options.alpha):
+    for info, kinds in _decoded(trace, served, options.alpha):
+        if info.request_T[0] not in later:
+            continue
         for layer, kind_of in enumerate(kinds):
             for top in kind_of.values():
                 counts.chosen[top] += 1

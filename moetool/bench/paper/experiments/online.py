@@ -50,7 +50,8 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
                 rate = f"poisson:{1e6 * float(np.mean(takes)) / options.busy:.0f}us"
                 rng = np.random.default_rng(fold)
                 coming = [one.at_s for one in read_arrivals(rate, [0], len(takes), rng)]
-            served = serve_in_turn([(at_s, 0, each) for at_s, each in zip(coming, takes, strict=True)], 1)
+            work = [(at_s, 0, each) for at_s, each in zip(coming, takes, strict=True)]
+            served = serve_in_turn(work, 1, lambda _, seconds: seconds)
             samples.add(name, mean_by_server(served)[-1])
             ends.setdefault(name, []).extend(seconds for _, seconds in served)
     for name, each in ends.items():

@@ -85,5 +85,5 @@ def test_prism_simulates_the_named_models_expert_size() -> None:
 
 
 def test_every_paper_names_its_machine() -> None:
-    for name in set(names()) - {"director"}:
+    for name in names():
         assert read_paper(name).machine.machine in recipe_names("machines"), name

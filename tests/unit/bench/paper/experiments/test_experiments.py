@@ -53,17 +53,21 @@ def _bench(tmp_path: Path, given: dict[str, Path]) -> Workbench:
 def test_time_per_token_is_load_time_if_nothing_else_costs(tmp_path: Path, given: dict[str, Path]) -> None:
     lines = {
         "ACC": policies.PolicyLine(policy="on_demand"),
-        "whole layers": policies.PolicyLine(policy="moesys", synchronous=True),
-        "what is needed of them": policies.PolicyLine(policy="moesys"),
+        "whole layers": policies.PolicyLine(policy="moesys"),
+        "what is needed of them": policies.PolicyLine(policy="moesys", synchronous=False),
     }
     options = policies.Options(lines=lines, memory=(1.0,), measure="tpot", machine={"load_s": 3e-3})
     found = policies.run(_bench(tmp_path, given), options)
     assert found.values["ACC"] == [pytest.approx(3 * LAYERS * TOP_K)]  # milliseconds
     assert found.traces == 1  # one trace decides nothing
+    assert found.best["ACC"] == [pytest.approx(3 * (LAYERS - 1) * TOP_K)]  # what its pool cannot hold from before
+    assert found.best["whole layers"] == [0.0] and set(found.whole_layers) == set(lines) - {"ACC"}
     assert found.values["whole layers"] == [pytest.approx(3 * LAYERS * EXPERTS)]
     assert found.values["what is needed of them"][0] < found.values["whole layers"][0]
     with refused(UsageError, "load_s"):
         policies.run(_bench(tmp_path, given), policies.Options(lines=lines, machine={"lod_s": 1.0}))
+    with refused(UsageError, "predict_from"):
+        policies.PolicyLine(policy="smoe", options={"look": "resident"})
 
 
 def test_link_and_host_time_per_token_and_costs_per_line(tmp_path: Path, given: dict[str, Path]) -> None:
