@@ -5,6 +5,7 @@ converted file bit by bit. `python -m tests.gguf_oracle LLAMA_CPP FOLDER` conver
 tests/golden/gguf are its output.
 """
 
+import json
 import sys
 import zlib
 from pathlib import Path
@@ -43,11 +44,48 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3next": ("qwen3_next", {"linear_num_value_heads": 4}),
     "granitemoe": ("granitemoe", {"intermediate_size": 16, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
     "dots1": ("dots1", {"norm_topk_prob": True}),
+    "afmoe": ("afmoe", {"num_hidden_layers": 4, "mup_enabled": True, "sliding_window": 8, "route_scale": 2.5}),
+    "cohere2moe": (
+        "cohere2_moe",
+        {
+            **{"expert_selection_fn": "sigmoid", "intermediate_size": 16, "prefix_dense_intermediate_size": 48},
+            **{"num_hidden_layers": 3, "num_shared_experts": 1, "sliding_window": 8},
+        },
+    ),
+    "deepseek32": ("deepseek_v32", {**_LATENT, "mlp_layer_types": ["dense", "sparse"], "rope_parameters": _YARN}),
+    "deepseek4": (
+        "deepseek_v4",
+        {
+            **{"num_hidden_layers": 3, "intermediate_size": 32, "moe_intermediate_size": 32, "sliding_window": 8},
+            "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        },
+    ),
+    "exaone-moe": ("exaone_moe", {"num_hidden_layers": 4, "num_shared_experts": 1, "sliding_window": 8}),
+    "gemma4": ("gemma4_text", {"sliding_window": 8, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "glm-dsa": ("glm_moe_dsa", {**_LATENT, "indexer_types": ["full", "shared"]}),
+    "hy_v3": ("hy_v3", {"num_shared_experts": 1, "router_scaling_factor": 2.5}),
+    "laguna": (
+        "laguna",
+        {
+            **{"num_hidden_layers": 4, "sliding_window": 8, "moe_routed_scaling_factor": 2.5},
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "num_attention_heads_per_layer": [4, 4, 2, 4],
+        },
+    ),
+    "mellum": ("mellum", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {"num_hidden_layers": 4, "n_groups": 2, "routed_scaling_factor": 2.5, "moe_latent_size": 16},
+    ),
     "ernie4_5-moe": ("ernie4_5_moe", {"moe_num_experts": 4}),
 }
 """Family and changes to the config of `tests.families`, by file name."""
 _CALLED = {"qwen3vlmoe": "Qwen3VLMoeForConditionalGeneration"}
 """The converter class of a model that is the text part of a larger one."""
+_HASHED = {"compress_ratios": [0, 4, 128], "num_hash_layers": 1, "qk_rope_head_dim": 2, "rope_theta": 10000.0}
+"""Values of DeepSeek-V4's published config that transformers writes otherwise."""
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]) / 16
+"""Numbers of 4 bits, times a scale of 2 ** -4."""
 _BY_LAYER = {"moe_intermediate_size": 16, "moe_topk": 2, "num_shared_expert": 1}
 """Values that are lists in HunYuan's published config."""
 
@@ -59,9 +97,15 @@ def build(name: str) -> Any:
     family, changed = MODELS[name]
     config = families.config(family, **{**_SMALL, **changed})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    stored = model.state_dict()
     for key, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
-        if tensor.is_floating_point() and "inv_freq" not in key:
+        if name == "deepseek4" and ".experts." in key:  # published in 4 bits
+            tensor.data.copy_(_E2M1[(_numbers(key, tensor) * 512).long() % 16])
+        elif tensor.is_floating_point() and key in stored:
             tensor.data.copy_(_numbers(key, tensor))
+        elif key.endswith("tid2eid"):
+            rows = torch.arange(len(tensor))[:, None] + torch.arange(tensor.shape[1])
+            tensor.data.copy_(rows % config.n_routed_experts)
     return model
 
 
@@ -84,6 +128,10 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
     model = build(name)
     folder = to / f"{name}-dense"
     model.save_pretrained(folder)
+    vocabulary = {f"t{i}": i for i in range(model.config.vocab_size)}  # gemma4 drops rows of no token
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
+    if name == "deepseek4":
+        _publish(folder / "model.safetensors")
     kind = get_model_class(_CALLED.get(name, model.config.architectures[0]))
 
     class Converted(kind):  # type: ignore[misc, valid-type]
@@ -99,8 +147,36 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
         hparams = ModelBase.load_hparams(folder, False)
         if name == "hunyuan-moe":
             hparams |= {key: [value] * 2 for key, value in _BY_LAYER.items()}
+        if name == "deepseek4":
+            hparams |= {**_HASHED, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
         Converted(folder, gguf.LlamaFileType.MOSTLY_F16, file, eager=True, hparams=hparams).write()
     return file
+
+
+_PUBLISHED = {
+    "model.hc_head.hc_": "hc_head_",
+    "model.embed_tokens.": "embed.",
+    "model.": "",
+    "attn.norm.": "attn.kv_norm.",
+}
+"""Parts of names as transformers writes them, and as DeepSeek-V4 is published."""
+
+
+def _publish(file: Path) -> None:
+    """Store experts in 4 bits with a scale for 32 of them, under the names of DeepSeek-V4's publication."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        for theirs, published in _PUBLISHED.items():
+            name = name.replace(theirs, published, 1)
+        tensors[name] = tensor
+    for name in [name for name in tensors if ".experts." in name]:
+        codes = (tensors[name][..., None] == _E2M1).int().argmax(-1).to(torch.uint8)
+        tensors[name] = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+        scale = torch.full((len(codes), codes.shape[1] // 32), 123, dtype=torch.uint8)
+        tensors[name.removesuffix("weight") + "scale"] = scale.view(torch.float8_e8m0fnu)
+    save_file(tensors, file, {"format": "pt"})
 
 
 def split(whole: Path, to: Path) -> list[Path]:

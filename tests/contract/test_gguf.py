@@ -11,9 +11,12 @@ import torch
 from moetool.base.errors import MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.files.gguf_header import read_gguf_header
+from moetool.models.gguf.architectures import ARCHITECTURES as READ
+from moetool.models.gguf.architectures import UNREAD, find_architecture
 from moetool.models.gguf.blocks import GgmlCodec
+from moetool.models.gguf.metadata import Metadata
 from moetool.models.loading import load_full, load_lazy
-from tests import gguf_oracle
+from tests import families, gguf_oracle
 from tests.gguf_models import ARCHITECTURES, written
 from tests.greedy import generated, prompts, require_same_under_every_policy, served
 from tests.refusals import refused
@@ -58,6 +61,7 @@ def test_fifty_prompts_under_every_policy(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", gguf_oracle.MODELS)
 def test_what_llama_cpp_converts_is_the_model_it_came_from(name: str) -> None:
     """Weights to the bit, logits, and the tokens that serve gives out of the smallest pool."""
+    families.require_known(gguf_oracle.MODELS[name][0])
     dense, path = gguf_oracle.build(name), GOLDEN / f"{name}.gguf"
     full = load_full(Checkpoint.open(path), torch.float32)
     expected, found = dense.state_dict(), full.model.state_dict()
@@ -72,6 +76,19 @@ def test_what_llama_cpp_converts_is_the_model_it_came_from(name: str) -> None:
         theirs, ours = (model(tokens, use_cache=False).logits for model in (dense, full.model))
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
     generated(dense, prompts(3)).require_same(served(path, "lru", prompts(3)))
+
+
+def test_every_architecture_with_experts_is_read_or_refused_by_name() -> None:
+    """Those of the gguf package. The other format helps where transformers has the family."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    experts = gguf.MODEL_TENSOR.FFN_UP_EXP
+    known = {gguf.MODEL_ARCH_NAMES[kind] for kind, tensors in gguf.MODEL_TENSORS.items() if experts in tensors}
+    assert len(known & READ.keys()) > 15 and not READ.keys() & UNREAD.keys()
+    for name in known - READ.keys() | UNREAD.keys():
+        with refused(UsageError, name, UNREAD.get(name, "another model")) as caught:
+            find_architecture(Metadata(name, {}, {}))
+        assert ("Hugging Face" in str(caught.value)) == (UNREAD.get(name) in CONFIG_MAPPING), name
 
 
 def test_on_text_qwen3_vl_is_the_family_that_serves_its_text_part() -> None:
@@ -125,7 +142,7 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
             (data[:-100], MismatchError, r"is truncated: .* \S+\.weight and later tensors are incomplete"),
             (data[:200], MismatchError, "ends at byte 200, inside its header"),
             (b"GGML" + data[4:], MismatchError, "does not begin with GGUF"),
-            (data.replace(b"qwen3moe", b"llama4xx"), UsageError, "architecture 'llama4xx', expected one of deepseek2"),
+            (data.replace(b"qwen3moe", b"llama4xx"), UsageError, "architecture 'llama4xx', expected one of afmoe"),
             (data.replace(b"embedding_length", b"embedding_lengtx"), MismatchError, "lacks 'qwen3moe.embedding_length"),
             (data.replace(b"ffn_gate_inp", b"ffn_gate_inq"), UsageError, "holds blk.0.ffn_gate_inq.weight, which"),
             (data.replace(b"expert_count", b"expert_counx"), UsageError, "has no experts"),

@@ -16,7 +16,7 @@ from moetool.base.errors import MismatchError, UsageError
 from moetool.models.files.gguf_end_tokens import END_TEXTS
 from moetool.models.files.tensor_index import FileStamp
 
-FLOATS = {0: "F32", 1: "F16", 30: "BF16"}
+PLAIN = {0: "F32", 1: "F16", 26: "I32", 30: "BF16"}
 """ggml's numbers of the types that are plain numbers."""
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
@@ -230,6 +230,6 @@ def _num_bytes(file: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
             f"{file}: {name} has rows of {shape[-1] if shape else 0} numbers, expected a multiple of {values}; "
             "download the model again"
         )
-    if len(shape) < 2 and kind not in FLOATS:
+    if len(shape) < 2 and kind not in PLAIN:
         raise MismatchError(f"{file}: {name} has shape {list(shape)} and is quantized; download the model again")
     return math.prod(shape) // values * int(num_bytes)

@@ -1,4 +1,4 @@
-"""Architectures of GGUF files: llama.cpp's tensor names, its changes to tensors, and configs.
+"""Architectures of GGUF files: llama.cpp's tensor names and its changes to tensors.
 
 Tensors are mapped to the names of transformers' modules. tests/golden/gguf holds a file of each, made by llama.cpp's
 converter; tests compare it with the original model.
@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moetool.base.errors import UsageError
+from moetool.models.gguf import configs
 from moetool.models.gguf.blocks import Undo
 from moetool.models.gguf.changes import Grouped, Interleaved, Latent, Logarithm, MinusOne, RotaryHalves, TensorJoin
+from moetool.models.gguf.configs import by_layer
+from moetool.models.gguf.metadata import SIGMOID, SOFTMAX, SQUARE_ROOT, Metadata
 
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -56,6 +59,7 @@ _LINEAR = {
     "ssm_a": "linear_attn.A_log!",
 }
 _CONVOLUTIONS = {
+    "token_embd_norm": "model.embedding_norm",
     "attn_norm": "operator_norm",
     "ffn_norm": "ffn_norm",
     "attn_output": "self_attn.out_proj",
@@ -68,109 +72,68 @@ _CONVOLUTIONS = {
     "exp_probs_b": "feed_forward.expert_",
     **{f"shortconv.{x}": f"conv.{x}" for x in ("conv", "in_proj", "out_proj")},
 }
-_SOFTMAX, _SIGMOID = 1, 2
-
-
-class Metadata:
-    """Values of a header, by keys below its architecture.
-
-    Args:
-        values: all header values.
-        shapes: shapes of the tensors, by name.
-
-    Attributes:
-        names: names of the tensors.
-    """
-
-    def __init__(self, architecture: str, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.architecture = architecture
-        self.values = values
-        self.shapes = shapes
-        self.names = shapes.keys()
-
-    def __call__(self, key: str) -> Any:
-        """Return a value. Raises: KeyError: it is missing."""
-        return self.values[f"{self.architecture}.{key}"]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.values.get(f"{self.architecture}.{key}", default)
-
-    def has(self, leaf: str) -> bool:
-        """Whether any layer has this tensor."""
-        return any(_leaf(name) == leaf for name in self.names)
-
-    @functools.cached_property
-    def num_layers(self) -> int:
-        """Decoder layers, counted from the tensors: blocks without multi-token prediction (`nextn.*`).
-
-        Raises: ValueError: one is missing, or a prediction block is not behind them.
-        """
-        layers = sum(not predicting for predicting in self._blocks.values())
-        for number in range(layers):
-            if self._blocks.get(number, True):
-                problem = "is a prediction block (nextn)" if number in self._blocks else "is missing"
-                raise ValueError(f"blk.{number} {problem}, expected {layers} layers in front of all prediction blocks")
-        return layers
-
-    @functools.cached_property
-    def _blocks(self) -> dict[int, bool]:
-        """Numbers of the blocks, and whether each is a multi-token prediction block."""
-        found: dict[int, bool] = {}
-        for name in self.names:
-            if leaf := _leaf(name):
-                number = int(name.split(".", 2)[1])
-                found[number] = found.get(number, False) or leaf.startswith("nextn.")
-        return found
-
-    @functools.cached_property
-    def num_experts(self) -> int:
-        """Routed experts of a layer, counted from the routers and the stacked experts.
-
-        Raises: ValueError: tensors differ.
-        """
-        counted = {
-            name: shape[0]
-            for name, shape in self.shapes.items()
-            if _counts_experts(_leaf(name)) and int(name.split(".")[1]) < self.num_layers
-        }
-        if not counted:
-            raise ValueError("it holds neither a router (ffn_gate_inp) nor stacked experts (ffn_*_exps)")
-        (first, expected), *others = sorted(counted.items())
-        for name, count in others:
-            if count != expected:
-                raise ValueError(f"{name} is of {count} experts, expected {expected} as {first}")
-        return expected
-
-    def contradictions(self) -> list[str]:
-        """Counts that the header gives and the tensors contradict.
-
-        Raises: ValueError: the tensors lack layers of the header.
-        """
-        blocks, predicting = int(self("block_count")), int(self.get("nextn_predict_layers", 0))
-        found = []
-        if (layers := blocks - predicting) != self.num_layers:
-            said = f"{layers} layers (block_count {blocks}, nextn_predict_layers {predicting})"
-            if layers > self.num_layers and blocks != len(self._blocks):
-                raise ValueError(f"its header counts {said}, but it holds tensors of {self.num_layers}")
-            found.append(f"{said}, its tensors {self.num_layers}")
-        if (experts := int(self("expert_count"))) != self.num_experts:
-            found.append(f"{experts} experts (expert_count), its tensors {self.num_experts}")
-        return found
-
-    @property
-    def gating(self) -> int:
-        """Score function of the router, as ggml's number."""
-        return int(self.get("expert_gating_func", _SIGMOID if self.has("exp_probs_b.bias") else _SOFTMAX))
-
-
-def _leaf(name: str) -> str:
-    """A tensor's name within its block; empty outside blocks."""
-    return "".join(name.split(".", 2)[2:]) if name.startswith("blk.") else ""
-
-
-def _counts_experts(leaf: str) -> bool:
-    return leaf == "ffn_gate_inp.weight" or (leaf.startswith("ffn_") and leaf.endswith("_exps.weight"))
-
+_INDEXER = {
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
+_DEEPSEEK4 = {
+    **{f"output_hc_{x}": f"model.hc_head.hc_{x}!" for x in ("fn", "base", "scale")},
+    **{f"hc_attn_{x}": f"attn_hc.{x}!" for x in ("fn", "base", "scale")},
+    **{f"hc_ffn_{x}": f"ffn_hc.{x}!" for x in ("fn", "base", "scale")},
+    **{f"attn_{x}": f"self_attn.{x}_proj" for x in ("q_a", "q_b", "kv")},
+    **{f"attn_output_{x}": f"self_attn.o_{x}_proj" for x in "ab"},
+    "attn_q_a_norm": "self_attn.q_a_norm",
+    "attn_kv_a_norm": "self_attn.kv_norm",
+    "attn_sinks": "self_attn.sinks!",
+    **{f"attn_compressor_{x}": f"self_attn.compressor.{x}_proj" for x in ("kv", "gate")},
+    "attn_compressor_ape": "self_attn.compressor.position_bias!",
+    "attn_compressor_norm": "self_attn.compressor.kv_norm",
+    **{f"indexer_compressor_{x}": f"self_attn.compressor.indexer.{x}_proj" for x in ("kv", "gate")},
+    "indexer_compressor_ape": "self_attn.compressor.indexer.position_bias!",
+    "indexer_compressor_norm": "self_attn.compressor.indexer.kv_norm",
+    "indexer.attn_q_b": "self_attn.compressor.indexer.q_b_proj",
+    "indexer.proj": "self_attn.compressor.indexer.scorer.weights_proj",
+    "ffn_gate_tid2eid": "mlp.gate.tid2eid!",
+}
+_GEMMA4 = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    **{f"post_ffw_norm_{x}": f"post_feedforward_layernorm_{x}" for x in "12"},
+    "layer_output_scale": "layer_scalar!",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale!",
+    "ffn_down_exps.scale": "router.per_expert_scale!",
+}
+_MIXERS = {
+    "token_embd": "model.embeddings",
+    "output_norm": "model.norm_f",
+    "attn_norm": "norm",
+    **{f"attn_{x}": f"mixer.{x}_proj" for x in "qkv"},
+    "attn_output": "mixer.o_proj",
+    "ssm_in": "mixer.in_proj",
+    "ssm_conv1d": "mixer.conv1d",
+    "ssm_dt": "mixer.dt_",
+    "ssm_a": "mixer.A_log!",
+    "ssm_d": "mixer.D!",
+    "ssm_norm": "mixer.norm",
+    "ssm_out": "mixer.out_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b": "mixer.gate.e_score_correction_",
+    **{f"ffn_{x}": f"mixer.{x}_proj" for x in ("up", "down")},
+    **{f"ffn_{x}_shexp": f"mixer.shared_experts.{x}_proj" for x in ("up", "down")},
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+}
+_AFMOE = {
+    "attn_gate": "self_attn.gate_proj",
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_gate_inp": "mlp.router.gate",
+    "exp_probs_b": "mlp.expert_",
+}
 
 Config = Mapping[str, Any]
 Joined = tuple[str, tuple[str, ...], TensorJoin]
@@ -183,13 +146,14 @@ class Architecture:
     Attributes:
         family: the `model_type` of transformers.
         config: further fields of the config.
-        names: module names within a layer that differ from the usual ones. A final `!` marks a parameter without a
-            suffix, a final `_` a prefix of `weight` or `bias`.
+        names: module names that differ from the usual ones. A final `!` marks a parameter without a suffix, a final
+            `_` a prefix of `weight` or `bias`.
         experts: the module that holds a layer's experts.
+        gated: whether experts have a gate.
+        in_config: tensors whose numbers the config holds.
         undo: inverse of llama.cpp's changes, by suffix of the parameter's name.
         joined: parameters of a layer that several tensors make, the leaves of these tensors, and the function.
         interleaved: whether rows of gate and up alternate and matrices are transposed.
-        embedding_norm: name of the last norm if the file calls it `token_embd_norm`.
         gating: required score function of the router, as ggml's number; None: any.
     """
 
@@ -197,16 +161,17 @@ class Architecture:
     config: Callable[[Metadata], Config]
     names: Mapping[str, str] = field(default_factory=dict)
     experts: str = "mlp.experts"
+    gated: bool = True
+    in_config: Sequence[str] = ()
     undo: Callable[[Metadata], Mapping[str, Undo]] = lambda meta: {}
     joined: Callable[[Metadata], Sequence[Joined]] = lambda meta: ()
     interleaved: bool = False
-    embedding_norm: str = ""
     gating: int | None = None
 
     def renamed(self, name: str) -> str | None:
         """A tensor's name in the model; None if the architecture lacks it."""
         stem, _, end = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
-        root, module = "", self.embedding_norm if stem == "token_embd_norm" else _WHOLE.get(stem, "")
+        root, module = "", self.names.get(stem) or _WHOLE.get(stem, "")
         if stem.startswith("blk."):
             _, layer, leaf = stem.split(".", 2)
             root, module = f"model.layers.{layer}.", self.names.get(leaf) or _LAYER.get(leaf, "")
@@ -214,196 +179,11 @@ class Architecture:
             return None
         if module.endswith("!"):  # a parameter, not a module
             return root + module[:-1]
-        return f"{root}{module}{end}" if module.endswith("_") else f"{root}{module}.{end}"
-
-
-def common_config(meta: Metadata) -> dict[str, Any]:
-    """Config values common to all architectures. Raises: KeyError: the header lacks one."""
-    heads, hidden = meta("attention.head_count"), meta("embedding_length")
-    key_value_heads = meta("attention.head_count_kv")
-    head_dim = meta.get("attention.key_length", hidden // heads)
-    moe = meta.get("expert_feed_forward_length", meta.get("feed_forward_length"))
-    return {
-        "vocab_size": meta.values["tokenizer.ggml.tokens"],
-        "hidden_size": hidden,
-        "num_hidden_layers": meta.num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": max(key_value_heads) if isinstance(key_value_heads, list) else key_value_heads,
-        "head_dim": head_dim,
-        "intermediate_size": meta.get("feed_forward_length", moe),
-        "moe_intermediate_size": moe,
-        "num_experts_per_tok": meta("expert_used_count"),
-        "rms_norm_eps": meta("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(meta, head_dim),
-        "max_position_embeddings": meta("context_length"),
-        "tie_word_embeddings": "output.weight" not in meta.names,
-        "bos_token_id": meta.values.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": meta.values.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": meta.values.get("tokenizer.ggml.padding_token_id"),
-        "dtype": "bfloat16",
-    }
-
-
-def _rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    made = {"rope_type": "default", "rope_theta": meta.get("rope.freq_base", 10000.0)}
-    width = meta.get("rope.dimension_count", head_dim)
-    if width < head_dim and meta.get("attention.kv_lora_rank") is None:
-        made["partial_rotary_factor"] = width / head_dim
-    kind = meta.get("rope.scaling.type", "none")
-    if kind == "none" or meta.get("rope.scaling.factor", 1.0) == 1.0:
-        return made
-    if kind not in ("linear", "yarn"):
-        raise UsageError(f"its rope scaling is {kind}, expected none, linear or yarn")
-    made |= {"rope_type": kind, "factor": meta("rope.scaling.factor")}
-    if kind == "yarn":
-        made["original_max_position_embeddings"] = meta("rope.scaling.original_context_length")
-        for name, key in (
-            ("beta_fast", "yarn_beta_fast"),
-            ("beta_slow", "yarn_beta_slow"),
-            ("attention_factor", "attn_factor"),
-        ):
-            if (value := meta.get(f"rope.scaling.{key}")) is not None:
-                made[name] = value
-    return made
-
-
-def _qwen(meta: Metadata) -> dict[str, Any]:
-    dense = [i for i in range(meta.num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in meta.names]
-    return {
-        "num_experts": meta.num_experts,
-        "norm_topk_prob": meta.architecture != "qwen2moe",  # llama.cpp's graph fixes it
-        "mlp_only_layers": dense,
-        "shared_expert_intermediate_size": meta.get("expert_shared_feed_forward_length"),
-    }
-
-
-def _linear(meta: Metadata) -> dict[str, Any]:
-    values, layers = meta("ssm.time_step_rank"), range(meta.num_layers)
-    return {
-        **_qwen(meta),
-        "layer_types": [
-            "full_attention" if f"blk.{i}.attn_q.weight" in meta.names else "linear_attention" for i in layers
-        ],
-        "linear_conv_kernel_dim": meta("ssm.conv_kernel"),
-        "linear_key_head_dim": meta("ssm.state_size"),
-        "linear_num_key_heads": meta("ssm.group_count"),
-        "linear_num_value_heads": values,
-        "linear_value_head_dim": meta("ssm.inner_size") // values,
-    }
-
-
-def _routed(meta: Metadata) -> dict[str, Any]:
-    """Config of DeepSeek-like families."""
-    return {
-        "n_routed_experts": meta.num_experts,
-        "n_shared_experts": meta.get("expert_shared_count", 0),
-        "first_k_dense_replace": meta.get("leading_dense_block_count", 0),
-        "n_group": meta.get("expert_group_count", 1),
-        "topk_group": meta.get("expert_group_used_count", 1),
-        "routed_scaling_factor": meta.get("expert_weights_scale", 1.0),
-        "norm_topk_prob": meta.get("expert_weights_norm", False),
-    }
-
-
-def _deepseek(meta: Metadata) -> dict[str, Any]:
-    rope = meta("rope.dimension_count")
-    config = {
-        **_routed(meta),
-        "num_key_value_heads": meta("attention.head_count"),
-        "q_lora_rank": meta.get("attention.q_lora_rank"),
-        "kv_lora_rank": meta("attention.kv_lora_rank"),
-        "qk_rope_head_dim": rope,
-        "qk_nope_head_dim": meta.get("attention.key_length_mla", meta("attention.key_length")) - rope,
-        "v_head_dim": meta.get("attention.value_length_mla", meta("attention.value_length")),
-        "head_dim": rope,
-    }
-    if (logarithm := meta.get("rope.scaling.yarn_log_multiplier")) is not None:
-        both = logarithm * 10  # the two are equal in all checkpoints
-        config["rope_parameters"] = {**_rope(meta, rope), "mscale": both, "mscale_all_dim": both}
-    if meta.gating == _SOFTMAX:
-        config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
-    return config
-
-
-def _glm(meta: Metadata) -> dict[str, Any]:
-    return {
-        **_routed(meta),
-        "attention_bias": meta.has("attn_q.bias"),
-        "use_qk_norm": meta.has("attn_q_norm.weight"),
-    }
-
-
-def _gpt_oss(meta: Metadata) -> dict[str, Any]:
-    rope = _rope(meta, meta("attention.key_length"))
-    return {
-        "num_local_experts": meta.num_experts,
-        "intermediate_size": meta("expert_feed_forward_length"),
-        "sliding_window": meta("attention.sliding_window"),
-        "rope_parameters": {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope,
-    }
-
-
-def _lfm2(meta: Metadata) -> dict[str, Any]:
-    return {
-        "num_experts": meta.num_experts,
-        "num_dense_layers": meta("leading_dense_block_count"),
-        "norm_eps": meta("attention.layer_norm_rms_epsilon"),
-        "conv_L_cache": meta("shortconv.l_cache"),
-        "conv_bias": meta.has("shortconv.in_proj.bias"),
-        "use_expert_bias": meta.has("exp_probs_b.bias"),
-        "norm_topk_prob": True,  # llama.cpp's graph fixes it
-        "layer_types": [
-            "full_attention" if f"blk.{i}.attn_q.weight" in meta.names else "conv" for i in range(meta.num_layers)
-        ],
-    }
-
-
-def _granite(meta: Metadata) -> dict[str, Any]:
-    return {
-        "num_local_experts": meta.num_experts,
-        "embedding_multiplier": meta("embedding_scale"),
-        "residual_multiplier": meta("residual_scale"),
-        "attention_multiplier": meta("attention.scale"),
-        "logits_scaling": meta("logit_scale"),
-    }
-
-
-def _ernie(meta: Metadata) -> dict[str, Any]:
-    return {
-        "moe_num_experts": meta.num_experts,
-        "moe_k": meta("expert_used_count"),
-        "moe_num_shared_experts": meta.get("expert_shared_count", 0),
-        "moe_layer_start_index": meta("leading_dense_block_count"),
-        "moe_layer_interval": meta.get("interleave_moe_layer_step", 1),
-        "moe_layer_end_index": meta.num_layers - 1,
-    }
-
-
-def _hunyuan(meta: Metadata) -> dict[str, Any]:
-    return {
-        "num_experts": meta.num_experts,
-        "moe_topk": meta("expert_used_count"),
-        "intermediate_size": meta("expert_feed_forward_length"),  # of the shared expert too
-    }
-
-
-def _local(meta: Metadata) -> dict[str, Any]:
-    return {
-        "num_local_experts": meta.num_experts,
-        "intermediate_size": meta.get("expert_feed_forward_length", meta("feed_forward_length")),
-    }
-
-
-def _olmoe(meta: Metadata) -> dict[str, Any]:
-    return {
-        "num_experts": meta.num_experts,
-        "norm_topk_prob": False,  # llama.cpp's graph fixes it
-        "clip_qkv": meta.get("attention.clamp_kqv"),
-    }
+        return f"{root}{module}{end or 'bias'}" if module.endswith("_") else f"{root}{module}.{end}"
 
 
 def _halves(meta: Metadata) -> dict[str, Undo]:
-    heads = {"q": meta("attention.head_count"), "k": meta("attention.head_count_kv")}
+    heads = {"q": meta("attention.head_count"), "k": max(by_layer(meta, "attention.head_count_kv"))}
     return {f"{x}_proj.{end}": RotaryHalves(n) for x, n in heads.items() for end in ("weight", "bias")}
 
 
@@ -431,53 +211,84 @@ def _qwen3_next(meta: Metadata) -> Sequence[Joined]:
 
 _DEEPSEEK = functools.partial(
     Architecture,
-    config=_deepseek,
+    config=configs.deepseek,
     names=_LATENT,
     joined=lambda meta: [("self_attn.kv_b_proj.weight", ("attn_k_b.weight", "attn_v_b.weight"), Latent())],
 )
-_LLAMA = functools.partial(Architecture, undo=_halves, gating=_SOFTMAX)
-_QWEN3 = Architecture(family="qwen3_moe", config=_qwen, gating=_SOFTMAX)
+_LLAMA = functools.partial(Architecture, undo=_halves, gating=SOFTMAX)
+_QWEN3 = Architecture(family="qwen3_moe", config=configs.qwen, gating=SOFTMAX)
 ARCHITECTURES = {
-    "deepseek2": _DEEPSEEK(family="deepseek_v3", gating=_SIGMOID),
-    "dots1": Architecture(family="dots1", config=_routed, gating=_SIGMOID),
-    "ernie4_5-moe": Architecture(
-        family="ernie4_5_moe", config=_ernie, names={"exp_probs_b": "mlp.gate.moe_statics.e_score_correction_"}
+    "afmoe": Architecture(family="afmoe", config=configs.afmoe, names=_AFMOE, gating=SIGMOID),
+    "cohere2moe": Architecture(family="cohere2_moe", config=configs.cohere2),
+    "deepseek2": _DEEPSEEK(family="deepseek_v3", gating=SIGMOID),
+    "deepseek32": _DEEPSEEK(
+        family="deepseek_v32", config=configs.indexed, names={**_LATENT, **_INDEXER}, gating=SIGMOID
     ),
-    "glm4moe": Architecture(family="glm4_moe", config=_glm, gating=_SIGMOID),
+    "deepseek4": Architecture(family="deepseek_v4", config=configs.deepseek4, names=_DEEPSEEK4, gating=SQUARE_ROOT),
+    "dots1": Architecture(family="dots1", config=configs.routed, gating=SIGMOID),
+    "ernie4_5-moe": Architecture(
+        family="ernie4_5_moe", config=configs.ernie, names={"exp_probs_b": "mlp.gate.moe_statics.e_score_correction_"}
+    ),
+    "exaone-moe": Architecture(family="exaone_moe", config=configs.exaone, gating=SIGMOID),
+    "gemma4": Architecture(
+        family="gemma4_text",
+        config=configs.gemma4,
+        names=_GEMMA4,
+        experts="experts",
+        in_config=("rope_freqs.weight",),
+        gating=SOFTMAX,
+    ),
+    "glm-dsa": _DEEPSEEK(family="glm_moe_dsa", config=configs.indexed, names={**_LATENT, **_INDEXER}, gating=SIGMOID),
+    "glm4moe": Architecture(family="glm4_moe", config=configs.glm, gating=SIGMOID),
     "gpt-oss": Architecture(
         family="gpt_oss",
-        config=_gpt_oss,
+        config=configs.gpt_oss,
         names={"ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks!"},
         interleaved=True,
     ),
     "granitemoe": _LLAMA(
         family="granitemoe",
-        config=_granite,
+        config=configs.granite,
         names={"ffn_gate_inp": "block_sparse_moe.router"},
         experts="block_sparse_moe.experts",
     ),
-    "hunyuan-moe": Architecture(family="hunyuan_v1_moe", config=_hunyuan, names=_HUNYUAN, gating=_SOFTMAX),
+    "hunyuan-moe": Architecture(family="hunyuan_v1_moe", config=configs.hunyuan, names=_HUNYUAN, gating=SOFTMAX),
+    "hy_v3": Architecture(
+        family="hy_v3", config=configs.hy_v3, names={"exp_probs_b": "mlp.e_score_correction_"}, gating=SIGMOID
+    ),
+    "laguna": Architecture(
+        family="laguna", config=configs.laguna, names={"attn_gate": "self_attn.g_proj"}, gating=SIGMOID
+    ),
     "lfm2moe": Architecture(
         family="lfm2_moe",
-        config=_lfm2,
+        config=configs.lfm2,
         names=_CONVOLUTIONS,
         experts="feed_forward.experts",
-        embedding_norm="model.embedding_norm",
-        gating=_SIGMOID,
+        gating=SIGMOID,
     ),
-    "llama": _LLAMA(family="mixtral", config=_local),
+    "llama": _LLAMA(family="mixtral", config=configs.local),
+    "mellum": Architecture(family="mellum", config=configs.mellum, gating=SOFTMAX),
     "minimax-m2": Architecture(
-        family="minimax_m2", config=_local, names={"exp_probs_b": "mlp.e_score_correction_"}, gating=_SIGMOID
+        family="minimax_m2", config=configs.local, names={"exp_probs_b": "mlp.e_score_correction_"}, gating=SIGMOID
     ),
-    "olmoe": Architecture(family="olmoe", config=_olmoe, gating=_SOFTMAX),
-    "qwen2moe": Architecture(family="qwen2_moe", config=_qwen, names=_SHARED_EXPERT, gating=_SOFTMAX),
+    "nemotron_h_moe": Architecture(
+        family="nemotron_h",
+        config=configs.nemotron,
+        names=_MIXERS,
+        experts="mixer.experts",
+        gated=False,
+        undo=lambda meta: {**_halves(meta), "mixer.A_log": Logarithm()},
+        gating=SIGMOID,
+    ),
+    "olmoe": Architecture(family="olmoe", config=configs.olmoe, gating=SOFTMAX),
+    "qwen2moe": Architecture(family="qwen2_moe", config=configs.qwen, names=_SHARED_EXPERT, gating=SOFTMAX),
     "qwen35moe": Architecture(
-        family="qwen3_5_moe_text", config=_linear, names={**_SHARED_EXPERT, **_LINEAR}, undo=_grouped
+        family="qwen3_5_moe_text", config=configs.linear, names={**_SHARED_EXPERT, **_LINEAR}, undo=_grouped
     ),
     "qwen3moe": _QWEN3,
     "qwen3next": Architecture(
         family="qwen3_next",
-        config=_linear,
+        config=configs.linear,
         names={**_SHARED_EXPERT, **_LINEAR},
         undo=lambda meta: {**_norms(meta), "linear_attn.A_log": Logarithm()},
         joined=_qwen3_next,
@@ -485,7 +296,26 @@ ARCHITECTURES = {
     "qwen3vlmoe": _QWEN3,  # the text part; for text its three positions are equal
 }
 """Architectures by `general.architecture`."""
-_SCORED_BY_SOFTMAX = _DEEPSEEK(family="deepseek_v2", gating=_SOFTMAX)
+UNREAD = {
+    "bailingmoe3": "bailing_hybrid",
+    "dbrx": "dbrx",
+    "dots3note": "dots3_note",
+    "glm5-next": "glm5_next",
+    "granite_swa": "granitemoe_swa",
+    "granitehybrid": "granitemoehybrid",
+    "hy_v4": "hy_v4",
+    "jamba": "jamba",
+    "kimi-linear": "kimi_linear",
+    "llama4": "llama4",
+    "mimo2": "mimo_v2_flash",
+    "minimax-01": "minimax",
+    "minimax-m3": "minimax_m3_vl",
+    "mistral4": "mistral4",
+    "phimoe": "phimoe",
+    "qwen4exp": "qwen4_exp",
+}
+"""Architectures that are not read, of families that run in Hugging Face format."""
+_SCORED_BY_SOFTMAX = _DEEPSEEK(family="deepseek_v2", gating=SOFTMAX)
 
 
 def find_architecture(meta: Metadata) -> Architecture:
@@ -495,14 +325,19 @@ def find_architecture(meta: Metadata) -> Architecture:
         UsageError: it is not supported, has no experts, or its routing differs from its family's.
     """
     found = ARCHITECTURES.get(meta.architecture)
+    if found is None and meta.architecture in UNREAD:
+        raise UsageError(
+            f"is of the architecture {meta.architecture!r}, which moetool does not read; use the model in Hugging Face "
+            f"format (family {UNREAD[meta.architecture]})"
+        )
     if found is None:
         raise UsageError(
-            f"is of the architecture {meta.architecture!r}, expected one of {', '.join(ARCHITECTURES)}; use the model "
-            "in Hugging Face format"
+            f"is of the architecture {meta.architecture!r}, expected one of {', '.join(ARCHITECTURES)}; moetool runs "
+            "no family of it, so use another model"
         )
     if not meta.get("expert_count"):
         raise UsageError(f"has no experts (architecture {meta.architecture}); use a mixture-of-experts model")
-    if meta.architecture == "deepseek2" and meta.gating == _SOFTMAX:
+    if meta.architecture == "deepseek2" and meta.gating == SOFTMAX:
         return _SCORED_BY_SOFTMAX
     if found.gating not in (None, meta.gating):
         raise UsageError(

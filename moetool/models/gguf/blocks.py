@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moetool.models.files.gguf_header import FLOATS
+from moetool.models.files.gguf_header import PLAIN
 from moetool.models.weights.format import Stored
 from moetool.models.weights.value_scaling import CHUNK, four_bits
 
@@ -20,7 +20,7 @@ _MXFP4, _MXFP4_BYTES = 39, 17
 
 def unpack_blocks(blocks: torch.Tensor, kind: int) -> torch.Tensor:
     """Unpack rows of blocks, uint8 [N, bytes], or of numbers [N, K], to float32 [N, K]."""
-    if kind in FLOATS:
+    if kind in PLAIN:
         return blocks.to(torch.float32)
     if kind == _MXFP4:
         return _mxfp4(blocks)
@@ -75,14 +75,14 @@ class GgmlCodec:
 
 def _whole(tensor: torch.Tensor, kind: int) -> torch.Tensor:
     """A tensor of any shape as float32."""
-    if kind in FLOATS:
+    if kind in PLAIN:
         return tensor.to(torch.float32)
     return unpack_blocks(tensor.flatten(0, -2), kind).unflatten(0, tensor.shape[:-1])
 
 
 def _write(blocks: torch.Tensor, kind: int, out: torch.Tensor) -> None:
     """Unpack a few rows at a time, so that they stay in the CPU cache."""
-    if kind in FLOATS:
+    if kind in PLAIN:
         out.copy_(blocks)
         return
     step = max(1, CHUNK // out.shape[-1])

@@ -6,6 +6,7 @@ read in place.
 
 import json
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +14,20 @@ from typing import Any
 
 from moetool.base.errors import MismatchError, UsageError
 from moetool.models.files.gguf_end_tokens import end_tokens
-from moetool.models.files.gguf_header import FLOATS, GgufHeader, GgufTensor, read_gguf_header
+from moetool.models.files.gguf_header import PLAIN, GgufHeader, GgufTensor, read_gguf_header
 from moetool.models.files.tensor_index import Tensor, TensorIndex
-from moetool.models.gguf.architectures import Architecture, Metadata, common_config, find_architecture
+from moetool.models.gguf.architectures import Architecture, find_architecture
 from moetool.models.gguf.blocks import GgmlCodec, Undo
+from moetool.models.gguf.configs import common_config
+from moetool.models.gguf.metadata import Metadata
 from moetool.models.weights.format import StoredWeight, as_dense
 from moetool.models.weights.quantization_config import Quantization
 
-_EXPERTS = (("gate_up_proj", ("gate", "up")), ("gate_up_proj", ("gate_up",)), ("down_proj", ("down",)))
-"""Parameters of the experts, and the leaves of their tensors."""
+_EXPERTS = {
+    True: (("gate_up_proj", ("gate", "up")), ("gate_up_proj", ("gate_up",)), ("down_proj", ("down",))),
+    False: (("up_proj", ("up",)), ("down_proj", ("down",))),
+}
+"""Parameters of experts with and without a gate, and the leaves of their tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +67,7 @@ class GgufWeights(Quantization):
     def _weight(self, name: str, part: GgufPart, tensors: Mapping[str, Tensor]) -> StoredWeight:
         mine = {role: tensors[stored] for role, stored in part.tensors.items()}
         kinds = tuple((role, self.kinds[stored]) for role, stored in part.tensors.items())
-        if len(kinds) == 1 and kinds[0][1] in FLOATS and part.undo is None and not part.transposed:
+        if len(kinds) == 1 and kinds[0][1] in PLAIN and part.undo is None and not part.transposed:
             (tensor,) = mine.values()
             return as_dense(name, tensor._replace(shape=part.shape))
         codec = GgmlCodec(kinds, part.undo, part.transposed, part.interleaved)
@@ -102,7 +108,8 @@ def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
     if whole:
         header.require_whole()
     name = header.metadata.get("general.architecture")
-    meta = Metadata(str(name), header.metadata, {stored: tensor.shape for stored, tensor in header.tensors.items()})
+    shapes = {stored: tensor.shape for stored, tensor in header.tensors.items()}
+    meta = Metadata(str(name), header.metadata, shapes, _rope_factors(header))
     try:
         architecture = find_architecture(meta)
         contradictions = meta.contradictions()
@@ -128,16 +135,30 @@ def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
     )
 
 
+def _rope_factors(header: GgufHeader) -> tuple[float, ...]:
+    tensor = header.tensors.get("rope_freqs.weight")
+    if tensor is None or PLAIN.get(tensor.kind) != "F32":
+        return ()
+    with header.files[tensor.file].open("rb") as file:
+        file.seek(tensor.offset)
+        data = file.read(tensor.num_bytes)
+    return struct.unpack(f"<{tensor.num_bytes // 4}f", data) if len(data) == tensor.num_bytes else ()
+
+
 def _tensor(tensor: GgufTensor) -> Tensor:
-    if tensor.kind in FLOATS:
-        return Tensor(tensor.file, tensor.offset, tensor.num_bytes, tensor.shape, FLOATS[tensor.kind])
+    if tensor.kind in PLAIN:
+        return Tensor(tensor.file, tensor.offset, tensor.num_bytes, tensor.shape, PLAIN[tensor.kind])
     rows = tensor.shape[:-1]
     return Tensor(tensor.file, tensor.offset, tensor.num_bytes, (*rows, tensor.num_bytes // math.prod(rows)), "U8")
 
 
 def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> dict[str, GgufPart]:
     """Return the weights of the model, and their tensors."""
-    left = {name: tensor.shape for name, tensor in header.tensors.items() if not _is_prediction_layer(name, meta)}
+    left = {
+        name: tensor.shape
+        for name, tensor in header.tensors.items()
+        if name not in architecture.in_config and not _is_prediction_layer(name, meta)
+    }
     found = {}
     for layer in range(meta.num_layers):
         for target, leaves, undo in architecture.joined(meta):
@@ -148,7 +169,7 @@ def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> di
                 found[f"model.layers.{layer}.{target}"] = GgufPart(tensors=tensors, shape=shape, undo=undo)
         root = f"model.layers.{layer}.{architecture.experts}"
         for end, suffix in ((".weight", ""), (".bias", "_bias")):
-            for target, leaves in _EXPERTS:
+            for target, leaves in _EXPERTS[architecture.gated]:
                 names = [f"blk.{layer}.ffn_{leaf}_exps{end}" for leaf in leaves]
                 there = left.keys() & set(names)
                 if there and (lost := set(names) - there):
@@ -194,6 +215,8 @@ def _expert_part(tensors: dict[str, str], shapes: list[tuple[int, ...]], interle
 
 def _whole_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of a parameter, with the dimensions of size one that llama.cpp omits."""
+    if parameter.endswith(("mixer.A_log", "mixer.D", "mixer.norm.weight")):
+        return (math.prod(shape),)
     if parameter.endswith(("conv.weight", "conv1d.weight")) and len(shape) == 2:
         return (shape[0], 1, shape[1])
     if parameter.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")):
