@@ -99,8 +99,7 @@ def bench_rivals(
 
         dtype = getattr(torch, options.dtype)
         dense, dense_read = checkpoint.dense_bytes(dtype), checkpoint.dense_token_bytes(dtype)
-        embedding = checkpoint.stored_embedding(dtype)
-        in_file = 0 if embedding is None else checkpoint.skeleton.get_submodule(embedding).weight.numel()
+        in_file = checkpoint.stored_elements(dtype)
         spec, path = checkpoint.spec, checkpoint.path
         text = checkpoint.config.get_text_config()
         vocabulary, layers = int(text.vocab_size), int(text.num_hidden_layers)

@@ -350,8 +350,7 @@ class _Estimator:
         checkpoint, own, machine = self._checkpoint, self._traffic, self._machine
         elements = checkpoint.layers[0].form.num_elements
         dense = checkpoint.num_parameters - own.num_experts * elements
-        if not machine.has_gpu and checkpoint.stored_embedding(torch.bfloat16) is not None:
-            dense -= checkpoint.skeleton.get_input_embeddings().weight.numel()
+        dense -= checkpoint.stored_elements(torch.bfloat16, "cuda" if machine.has_gpu else "cpu")
         try:
             memory = self._memory(machine.device_bytes)
         except CapacityError:

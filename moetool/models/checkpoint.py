@@ -37,8 +37,8 @@ from moetool.models.layer_checks import check_layers
 from moetool.models.libraries import require_transformers
 from moetool.models.packed_linear import estimate_packed_linears, find_packed_linears, form_of_linear
 from moetool.models.shards import Shards
-from moetool.models.stored_embedding import embedding_to_store, is_readable
-from moetool.models.tied_weights import head_is_tied, untie_stored
+from moetool.models.stored_embedding import embeddings_to_store, lookup_tables, readable_rows
+from moetool.models.tied_weights import untie_stored
 from moetool.models.weight_index import WeightIndex, index_weights
 from moetool.models.weights.format import StoredWeight
 from moetool.models.weights.quantization_config import Quantization, quantization_of
@@ -196,16 +196,28 @@ class Checkpoint:
             check_layers(self.layers, self.sources, self.weight_index.weights, self.path)
         return spec
 
-    def stored_embedding(self, dtype: torch.dtype) -> str | None:
-        """Name of the input embedding if a CPU reads its rows from the weight files (`StoredEmbedding`).
+    def stored_embeddings(self, dtype: torch.dtype, device: str = "cpu") -> dict[str, list[str]]:
+        """Embeddings whose rows are read from the weight files (`StoredEmbedding`), with the weights that hold them.
 
-        Without weight files this assumes that they store it as plain numbers.
+        Without weight files this assumes that all large ones can be read so, and names no weights.
+
+        Args:
+            device: type of device.
         """
-        name = embedding_to_store(self.skeleton, dtype)
-        if name is None or not self.weights:
-            return name
-        source = self.sources.get(f"{name}.weight")
-        return name if source is not None and is_readable(source, self.weight_index.weights) else None
+        names = embeddings_to_store(self.skeleton, dtype, device)
+        if not self.weights:
+            return {name: [] for name in names}
+        found = {}
+        for name in names:
+            source, table = self.sources.get(f"{name}.weight"), self.skeleton.get_submodule(name)
+            if source is not None and (rows := readable_rows(table, source, self.weight_index.weights)):
+                found[name] = rows
+        return found
+
+    def stored_elements(self, dtype: torch.dtype, device: str = "cpu") -> int:
+        """Numbers in the embeddings whose rows are read from the weight files."""
+        tables = self.stored_embeddings(dtype, device)
+        return sum(self.skeleton.get_submodule(name).weight.numel() for name in tables)
 
     def packed_linears(self, dtype: torch.dtype) -> dict[str, StoredWeight]:
         """Linear layers outside the routed experts whose weights a CPU keeps packed, by name (`PackedLinear`)."""
@@ -220,8 +232,8 @@ class Checkpoint:
     def dense_bytes(self, dtype: torch.dtype, device: str = "cpu", products: bool = True) -> int:
         """Bytes that the dense weights take in memory.
 
-        Packed weights add the memory that unpacks the largest one, plus one copy. An embedding that stays in its file
-        does not count.
+        Packed weights add the memory that unpacks the largest one, plus one copy. Embeddings that stay in the weight
+        files do not count.
 
         Args:
             dtype: data type of unpacked weights.
@@ -233,16 +245,16 @@ class Checkpoint:
         return packed + elements * dtype.itemsize + max(scratch, unpacked * dtype.itemsize)
 
     def dense_token_bytes(self, dtype: torch.dtype) -> int:
-        """Share of `dense_bytes` that a CPU reads to decode a token: an embedding table counts only if tied."""
+        """Share of `dense_bytes` that a CPU reads to decode a token: embedding tables count only if tied."""
         packed, elements, _ = self._dense_parts(dtype, "cpu", True)
-        in_memory = not head_is_tied(self.skeleton) and self.stored_embedding(dtype) is None
-        rows = self.skeleton.get_input_embeddings().weight.numel() if in_memory else 0
+        stored = self.stored_embeddings(dtype)
+        tables = lookup_tables(self.skeleton)
+        rows = sum(table.weight.numel() for name, table in tables.items() if name not in stored)
         return packed + (elements - rows) * dtype.itemsize
 
     def _dense_parts(self, dtype: torch.dtype, device: str, products: bool) -> tuple[int, int, int]:
         """Bytes of packed weights, elements of the others, and most elements that are unpacked at once."""
-        name = self.stored_embedding(dtype) if device == "cpu" else None
-        excluded = self.skeleton.get_submodule(name).weight.numel() if name is not None else 0
+        excluded = self.stored_elements(dtype, device)
         packed = unpacked = 0
         for linear, num_bytes in self._packed_bytes(dtype).items() if device == "cpu" and products else ():
             elements = self.skeleton.get_submodule(linear).weight.numel()
@@ -278,9 +290,9 @@ class Checkpoint:
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Parameters that a token multiplies: all but the experts that it does not use, and the embedding if untied."""
+        """Parameters that a token multiplies: all but the experts that it does not use, and untied embeddings."""
         experts = sum(layer.top_k * layer.form.num_elements for layer in self.layers)
-        rows = 0 if head_is_tied(self.skeleton) else self.skeleton.get_input_embeddings().weight.numel()
+        rows = sum(table.weight.numel() for table in lookup_tables(self.skeleton).values())
         return self._dense_elements - rows + experts
 
     # -- the weight files ----------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ def transformers_unpacks(checkpoint: Checkpoint) -> bool:
 
 def _load_stacked(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """Load a plain model that transformers cannot load itself: quantized, or part of another model."""
-    with contextlib.closing(load_lazy(checkpoint, dtype, device, whole_embedding=True)) as loaded:
+    with contextlib.closing(load_lazy(checkpoint, dtype, device, whole_embeddings=True)) as loaded:
         assert loaded.files is not None
         for layer in loaded.layers:
             for name, stacked in loaded.files.stacked(layer, dtype).items():
@@ -312,7 +312,7 @@ def load_lazy(
     device: torch.device = CPU,
     products: bool = False,
     packed_linears: bool | None = None,
-    whole_embedding: bool = False,
+    whole_embeddings: bool = False,
 ) -> LoadedModel:
     """Load a model without its routed experts onto a device.
 
@@ -324,10 +324,11 @@ def load_lazy(
             machine can use such slots.
         packed_linears: keep weights of linear layers packed if the CPU multiplies them packed (`PackedLinear`; default:
             as `products`).
-        whole_embedding: load the input embedding even if a CPU could read its rows from the file.
+        whole_embeddings: load all embeddings, even if their rows could be read from the files.
 
     Effects: keeps files open until `LoadedModel.close` or `Checkpoint.close`. On a CPU, linear layers with bfloat16
-        weights compute few rows by `moetool.kernels.cpu.matmul`, and a large input embedding stays in its file.
+        weights compute few rows by `moetool.kernels.cpu.matmul`. Large embeddings stay in the files; beside a GPU all
+        but the input embedding.
 
     Raises:
         MismatchError: weight files and config do not match.
@@ -338,8 +339,8 @@ def load_lazy(
     try:
         model = checkpoint.empty_model(dtype)
         layers = moe_layers(model)
-        if device.type == "cpu" and not whole_embedding:
-            _leave_embedding(model, checkpoint, files.shards, dtype)
+        if not whole_embeddings:
+            _leave_embeddings(model, checkpoint, files.shards, dtype, device)
         if device.type == "cpu" and (products if packed_linears is None else packed_linears):
             _keep_packed(model, checkpoint, files.shards, dtype)
         _fill(model, checkpoint, files.shards, dtype, device)
@@ -362,13 +363,12 @@ def load_lazy(
     )
 
 
-def _leave_embedding(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype) -> None:
-    """Replace the input embedding by one that reads its rows from the weight files, if possible."""
-    name = checkpoint.stored_embedding(dtype)
-    if name is not None:
-        source = checkpoint.sources[f"{name}.weight"]
-        (stored,) = source.tensor_names
-        model.set_submodule(name, StoredEmbedding(checkpoint.weight_index, stored, dtype, shards.stop))
+def _leave_embeddings(
+    model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Replace large embeddings by ones that read their rows from the weight files, where possible."""
+    for name, stored in checkpoint.stored_embeddings(dtype, device.type).items():
+        model.set_submodule(name, StoredEmbedding(checkpoint.weight_index, stored, dtype, device, shards.stop))
 
 
 def _keep_packed(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype) -> None:

@@ -2,8 +2,8 @@
 
 One token of a large model takes thousands of small launches, which take the CPU longer than the GPU takes to run them.
 So a step is recorded once per batch shape and replayed from then on. Modules that must run in
-Python are gaps between two graphs: experts, which ask the residency for slots, and modules with hooks. While every
-expert has a slot and nothing is hooked, a step is one graph.
+Python are gaps between two graphs: experts, which ask the residency for slots, embeddings whose rows are read from
+files, and modules with hooks. Without gaps a step is one graph.
 
 Recording computes nothing and calls no gap: it needs only the shapes. A replayed step uses the kernels and shapes of a
 step without graphs, so both give the same bits.
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from moetool.models.experts.moe_layers import MoeLayer
+from moetool.models.stored_embedding import StoredEmbedding
 
 _LOG = logging.getLogger(__name__)
 MOST_PROGRAMS = 16
@@ -163,6 +164,7 @@ class DecodeGraphs:
             return None  # a gap within a gap
         whole = self._runtime.defers_events and not hooked
         gaps = [] if whole else [*self._layer_of, *(module for module in hooked if module not in self._layer_of)]
+        gaps += [module for module in self._modules if isinstance(module, StoredEmbedding) and module not in gaps]
         key = (num_requests, room, whole, *map(id, hooked))
         if key not in self._programs:
             self._programs[key] = None
@@ -201,7 +203,8 @@ class DecodeGraphs:
         try:
             for module in modules:
                 layer = self._layer_of.get(module)
-                made = module.forward if layer is None else partial(self._record_experts, program, layer)
+                made = module.placeholder if isinstance(module, StoredEmbedding) else module.forward
+                made = made if layer is None else partial(self._record_experts, program, layer)
                 module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
                 module.forward = partial(program.gap, module, made)
             yield

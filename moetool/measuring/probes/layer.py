@@ -23,6 +23,7 @@ from moetool.models.transformers_internals import initialize
 CONTEXTS = (16, 128, 512, 2048)
 BATCHES = (8, 32)
 _SKIP = "moetool_skip"
+_WHOLE_CONTEXT = ("full_attention", "indexed_attention")
 _RANDOM_VALUES = 2**20
 
 
@@ -101,6 +102,10 @@ class _Probe:
         if device == "cpu" and checkpoint.weights:
             _pack(self._model, checkpoint, dtype, layers_path, kept)
         _keep(self._model, layers_path, kept)
+        stored = checkpoint.stored_embeddings(dtype, device)
+        for name in [name for name, module in self._model.named_modules() if isinstance(module, nn.Embedding)]:
+            if _original(name, layers_path, kept) in stored:
+                self._model.set_submodule(name, _FewRows(self._model.get_submodule(name)))
         _materialise(self._model, moe, device)
         ALL_EXPERTS_FUNCTIONS.register(_SKIP, _skip)
         self._model.set_experts_implementation(_SKIP)
@@ -158,6 +163,18 @@ class _Probe:
         return self._stopwatch.take(), output[name]
 
 
+class _FewRows(nn.Embedding):
+    """Embedding of any ids from a few rows, in place of one whose rows the server reads from files."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__(0, table.embedding_dim, dtype=table.weight.dtype, device="meta")
+        rows = min(table.num_embeddings, _RANDOM_VALUES // table.embedding_dim + 1)
+        self.weight = nn.Parameter(table.weight[:rows], requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens % len(self.weight))
+
+
 class _Stopwatch:
     """Seconds of some modules in the last forward."""
 
@@ -184,7 +201,7 @@ class _Stopwatch:
 def _typical(layers: list[MoeLayer], config: Any) -> MoeLayer:
     """Return the first MoE layer that attends to the whole context, if layers differ in that."""
     kinds = getattr(config, "layer_types", None) or ()
-    return next((layer for layer in layers if kinds and kinds[layer.layer_id] == "full_attention"), layers[0])
+    return next((layer for layer in layers if kinds and kinds[layer.layer_id] in _WHOLE_CONTEXT), layers[0])
 
 
 def _pack(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, layers_path: str, layer_ids: list[int]) -> None:
@@ -217,6 +234,14 @@ def _keep(model: Any, layers_path: str, layer_ids: list[int]) -> None:
                 module.layer_idx = position  # its index in the cache
 
 
+def _original(name: str, layers_path: str, layer_ids: list[int]) -> str:
+    """Name that a module had before `_keep`."""
+    if not name.startswith(f"{layers_path}."):
+        return name
+    position, _, rest = name.removeprefix(f"{layers_path}.").partition(".")
+    return f"{layers_path}.{layer_ids[int(position)]}.{rest}"
+
+
 def _materialise(model: Any, moe: MoeLayer, device: str) -> None:
     """Allocate random weights for all on the meta device but the routed experts, and compute rotary frequencies.
 
@@ -244,7 +269,7 @@ def _materialise(model: Any, moe: MoeLayer, device: str) -> None:
             setattr(module, name, nn.Parameter(filled, requires_grad=False))
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
-        if "RotaryEmbedding" in type(module).__name__:
+        if module._buffers and not module._parameters:  # rotary frequencies, constants of hashes
             initialize(model, module)
 
 
