@@ -1,16 +1,24 @@
-"""Errors that name an option or a command: following the advice changes the outcome."""
+"""Errors that name an option or a command: each exists, and following the advice changes the outcome."""
 
+import ast
 import csv
+import inspect
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from typer.main import get_command
 
+import moetool
+from moetool.base.errors import MoetoolError
+from moetool.cli.main import app
 from moetool.trace.foreign.importing import import_trace
 from tests import families, foreign, synthetic_routes
 from tests.command_line import Run
@@ -23,12 +31,14 @@ class Advice:
     Attributes:
         wrong, right: arguments, of which `{}` stands for the folder of the files.
         prepare: writes the files.
+        place: module and function of the error, of those in `_places`.
     """
 
     wrong: str
     advice: str
     right: str
     prepare: Callable[[Path], Any]
+    place: str
 
 
 def _responses(folder: Path) -> None:
@@ -73,111 +83,345 @@ def _shape(folder: Path) -> None:
 
 _FACTS = "--set num_experts=8 --set expert_bytes=1000 --set first_k_dense=1"
 _TABLE = "trace import {}/t.csv --set num_experts=8 --set expert_bytes=100 --out {}/t"
+_IMPORTED = f"trace import {{}}/r.jsonl {_FACTS} --set num_hidden_layers=4 --set top_k=2 --out {{}}/t"
+_MAPPED = f"{_TABLE} --map layer=lay,expert=exp,token=tok"
+_CAPTURED = "capture reference --data arithmetic --max-prompts 1 --max-new-tokens 1 --out {}/t"
 _ADVICE = {
     "a missing number": Advice(
         f"trace import {{}}/r.jsonl {_FACTS} --set num_hidden_layers=4 --out {{}}/t",
         "--set top_k=",
-        f"trace import {{}}/r.jsonl {_FACTS} --set num_hidden_layers=4 --set top_k=2 --out {{}}/t",
+        _IMPORTED,
         _responses,
+        "moetool.trace.foreign.model_facts ModelFacts.said",
     ),
     "a table of unknown columns": Advice(
         _TABLE,
         "--map layer=COLUMN,expert=COLUMN",
-        f"{_TABLE} --map layer=lay,expert=exp,token=tok",
+        _MAPPED,
         _table,
+        "moetool.trace.foreign.detection guess",
     ),
     "layers without counts": Advice(
         "trace import {}/s.pt --set top_k=2 --set expert_bytes=9 --out {}/t",
         "--set moe_layers=1..3",
         "trace import {}/s.pt --set top_k=2 --set expert_bytes=9 --set moe_layers=1..3 --out {}/t",
         _counts,
+        "moetool.trace.expert_counts Counted.__post_init__",
     ),
     "layers given twice": Advice(
         "trace import {}/s.pt --set top_k=2 --set moe_layers=1..3 --set first_k_dense=1 --out {}/t",
         "give one",
         "trace import {}/s.pt --set top_k=2 --set expert_bytes=9 --set first_k_dense=1 --out {}/t",
         _counts,
+        "moetool.trace.foreign.import_settings Settings.__post_init__",
     ),
     "counts without tokens": Advice(
         "trace import {}/s.pt --set top_k=2 --set expert_bytes=9 --set first_k_dense=1 --as decode --out {}/t",
         "leave out --as",
         "trace import {}/s.pt --set top_k=2 --set expert_bytes=9 --set first_k_dense=1 --out {}/t",
         _counts,
+        "moetool.trace.foreign.importing import_trace",
     ),
     "a fact of the model twice": Advice(
         "trace import {}/r.jsonl --set model={}/m --set top_k=2 --out {}/t",
         "leave out --set top_k",
         "trace import {}/r.jsonl --set model={}/m --out {}/t",
         _unknown_family,
+        "moetool.trace.foreign.import_settings Settings.__post_init__",
     ),
     "a family that cannot run": Advice(
         "profile {}/m --config-only --out {}/p.json",
         "trace import --set model=PATH",
         "trace import {}/r.jsonl --set model={}/m --out {}/t",
         _unknown_family,
+        "moetool.models.checkpoint _parse_config",
     ),
     "a directory that exists": Advice(
         f"trace import {{}}/r.jsonl {_FACTS} --set num_hidden_layers=4 --set top_k=2 --out {{}}/t",
         "--overwrite",
         f"trace import {{}}/r.jsonl {_FACTS} --set num_hidden_layers=4 --set top_k=2 --out {{}}/t --overwrite",
         _unsized,
+        "moetool.base.durable require_absent",
     ),
     "bytes for experts of unknown size": Advice(
         "replay --trace {}/t --policy lru --budget 2KB",
         "such as 25%",
         "replay --trace {}/t --policy lru --budget 25%",
         _unsized,
+        "moetool.base.types ModelSpec.require_sizes",
     ),
     "bytes for experts of unknown size, imported again": Advice(
         "replay --trace {}/t --policy lru --budget 5KB",
         "--set expert_bytes=NUMBER",
         f"trace import {{}}/r.jsonl {_FACTS} --set num_hidden_layers=4 --set top_k=2 --out {{}}/t --overwrite",
         _unsized,
+        "moetool.base.types ModelSpec.require_sizes",
     ),
     "a replay without memory": Advice(
         "replay --trace {}/t --policy lru",
         "--budget",
         "replay --trace {}/t --policy lru --budget 25%",
         _trace,
+        "moetool.cli.replay replay",
     ),
     "a share of tasks": Advice(
         "trace split {}/t --by task --share 0.5 --out {}/u",
         "--by request",
         "trace split {}/t --by request --share 0.5 --out {}/u",
         _trace,
+        "moetool.trace.edit _by_name",
     ),
     "no trace": Advice(
         "replay --trace {}/none --policy lru --budget 25%",
         "moetool capture MODEL --data NAME --out",
         "capture reference --data arithmetic --max-prompts 1 --max-new-tokens 1 --out {}/none",
         _trace,
+        "moetool.trace.reader Trace.__init__",
     ),
     "a shape without weights": Advice(
         "profile {}/m --out {}/p.json",
         "--config-only",
         "profile {}/m --config-only --seconds 1 --out {}/p.json",
         _shape,
+        "moetool.measuring.profile _open",
     ),
     "a policy by another name": Advice(
         "replay --trace {}/t --policy lrru --budget 25%",
         "did you mean 'lru'",
         "replay --trace {}/t --policy lru --budget 25%",
         _trace,
+        "moetool.base.errors unknown_name",
     ),
     "several tasks for a format of one": Advice(
         "trace export {}/t --format topk_parquet --out {}/x.parquet",
         "moetool trace split {}/t --by task --out DIR",
         "trace split {}/t --by task --out {}/parts",
         _trace,
+        "moetool.trace.foreign.routes one_task",
+    ),
+    "a setting without a value": Advice(
+        f"trace import {{}}/r.jsonl {_FACTS} --set num_hidden_layers=4 --set top_k --out {{}}/t",
+        "name=value",
+        _IMPORTED,
+        _responses,
+        "moetool.base.config parse_settings",
+    ),
+    "a number that is none": Advice(
+        f"trace import {{}}/r.jsonl {_FACTS} --set num_hidden_layers=4 --set top_k=0 --out {{}}/t",
+        "above 0",
+        _IMPORTED,
+        _responses,
+        "moetool.trace.foreign.import_settings Settings.__post_init__",
+    ),
+    "layers in words": Advice(
+        "trace import {}/s.pt --set top_k=2 --set expert_bytes=9 --set moe_layers=all --out {}/t",
+        "1..26 or 1,3,5",
+        "trace import {}/s.pt --set top_k=2 --set expert_bytes=9 --set moe_layers=1..3 --out {}/t",
+        _counts,
+        "moetool.trace.foreign.import_settings _layers",
+    ),
+    "a map without a column": Advice(
+        f"{_TABLE} --map layer", "layer=l,expert=e", _MAPPED, _table, "moetool.trace.foreign.column_table parse_map"
+    ),
+    "a map to no column": Advice(
+        f"{_TABLE} --map layer=none,expert=exp", "lay", _MAPPED, _table, "moetool.trace.foreign.column_table match"
+    ),
+    "a phase of what marks its own": Advice(
+        f"{_IMPORTED} --as decode",
+        "leave out --as",
+        _IMPORTED,
+        _responses,
+        "moetool.trace.foreign.importing _check_sources",
+    ),
+    "shares that are no numbers": Advice(
+        "trace split {}/t --by request --share half --out {}/u",
+        "0.8 or 0.6,0.2",
+        "trace split {}/t --by request --share 0.8 --out {}/u",
+        _trace,
+        "moetool.cli.trace split",
+    ),
+    "shares above one": Advice(
+        "trace split {}/t --by request --share 2 --out {}/u",
+        "as in 0.8",
+        "trace split {}/t --by request --share 0.8 --out {}/u",
+        _trace,
+        "moetool.trace.edit _by_share",
+    ),
+    "a directory of something else": Advice(
+        "trace split {}/t --by request --share 0.5 --out {} --overwrite",
+        "choose another",
+        "trace split {}/t --by request --share 0.5 --out {}/u",
+        _trace,
+        "moetool.base.durable require_absent",
+    ),
+    "an unknown order": Advice(
+        "replay --trace {}/t --policy lru --budget 25% --order any",
+        "sequential",
+        "replay --trace {}/t --policy lru --budget 25% --order sequential",
+        _trace,
+        "moetool.cli.replay replay",
+    ),
+    "an option of no policy": Advice(
+        "replay --trace {}/t --policy lru --budget 25% --set lfu.x=1",
+        "POLICY.OPTION=VALUE",
+        "replay --trace {}/t --policy lru --budget 25%",
+        _trace,
+        "moetool.cli.flags require_policies",
+    ),
+    "two costs of a machine": Advice(
+        "replay --trace {}/t --policy lru --budget 25% --machine h100 --profile {}/p.json",
+        "give one of them",
+        "replay --trace {}/t --policy lru --budget 25% --machine h100",
+        _trace,
+        "moetool.cli.flags named_timeline",
+    ),
+    "a timeline without costs": Advice(
+        "replay --trace {}/t --policy lru --budget 25% --set timeline.device=cpu",
+        "--profile FILE",
+        "replay --trace {}/t --policy lru --budget 25%",
+        _trace,
+        "moetool.cli.flags read_timeline",
+    ),
+    "a policy without its predictor": Advice(
+        "replay --trace {}/t --policy promoe --budget 50%",
+        "--predictor DIR",
+        "train popularity --trace {}/t --out {}/p",
+        _trace,
+        "moetool.caching.policy build_policy",
+    ),
+    "no predictor": Advice(
+        "evaluate {}/p --trace {}/t",
+        "moetool train",
+        "train popularity --trace {}/t --out {}/p",
+        _trace,
+        "moetool.training.predictor_card read_card",
+    ),
+    "memory in bytes for advice": Advice(
+        "advise {}/t --memory 2GB",
+        "such as 25%",
+        "advise {}/t --memory 25%",
+        _trace,
+        "moetool.cli.advise _share",
+    ),
+    "a file that is not there": Advice(
+        "capture reference --data none.jsonl --max-prompts 1 --out {}/t",
+        "--data",
+        _CAPTURED,
+        lambda folder: None,
+        "moetool.prompts.gather _file",
     ),
 }
 
 
 @pytest.mark.parametrize("name", _ADVICE)
-def test_following_the_advice_changes_the_outcome(name: str, run: Run, tmp_path: Path) -> None:
-    one = _ADVICE[name]
+def test_following_the_advice_changes_the_outcome(
+    name: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, places = _ADVICE[name], set()
     one.prepare(tmp_path)
+    init = MoetoolError.__init__
+
+    def noted(self: MoetoolError, message: str = "") -> None:
+        caller = inspect.stack(0)[1].frame
+        places.add(f"{caller.f_globals['__name__']} {caller.f_code.co_qualname}".replace(".<locals>", ""))
+        init(self, message)
+
+    monkeypatch.setattr(MoetoolError, "__init__", noted)
     code, _, refusal = run(*one.wrong.replace("{}", str(tmp_path)).split())
+    assert one.place in places, places
     assert code != 0 and one.advice.replace("{}", str(tmp_path)) in refusal, refusal
     code, _, err = run(*one.right.replace("{}", str(tmp_path)).split())
     assert code == 0, err
+
+
+PACKAGE = Path(moetool.__file__).parent
+NOT_FOLLOWED = Path(__file__).parent / "advice_not_followed.txt"
+MOST_NOT_FOLLOWED = 192
+"""The list only gets shorter."""
+_OTHERS = {
+    "--enable-eplb",
+    "--head",
+    "--address",
+    "--resources",
+    "--node-ip-address",
+    "--upgrade",
+    "--enable-return-routed-experts",
+}
+"""Options of Ray, pip, vLLM and SGLang."""
+_OPTION, _COMMAND = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*"), re.compile(r"(?<![\w.])moetool((?: [a-z]+){1,2})")
+
+
+@cache
+def _places() -> list[tuple[str, str]]:
+    """Module and function of each error with advice on options or commands, and its text."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(("moetool", *path.relative_to(PACKAGE).with_suffix("").parts))
+        for function, text in _errors(ast.parse(path.read_text(encoding="utf-8")), ()):
+            if _OPTION.search(text) or _COMMAND.search(text):
+                found.append((f"{module} {'.'.join(function)}", text))
+    return found
+
+
+def _errors(node: ast.AST, inside: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    for child in ast.iter_child_nodes(node):
+        named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if isinstance(child, ast.Call) and ast.unparse(child.func).endswith(("Error", "UnknownFamily")):
+            yield inside, " ".join(map(_text, child.args))
+        yield from _errors(child, (*inside, child.name) if named else inside)
+
+
+def _text(node: ast.AST) -> str:
+    """The text of an expression, with both branches of a choice, and … for what is not there yet."""
+    match node:
+        case ast.Constant(value=str(value)):
+            return value
+        case ast.JoinedStr(values=parts):
+            return "".join(map(_text, parts))
+        case ast.FormattedValue(value=value):
+            return _text(value)
+        case ast.BinOp(left=left, right=right):
+            return _text(left) + _text(right)
+        case ast.IfExp(body=body, orelse=other):
+            return f"{_text(body)} or {_text(other)}"
+        case _:
+            return "…"
+
+
+def _commands(group: Any, path: str = "") -> Iterator[tuple[str, set[str]]]:
+    """Every command, and its options."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{path}{name} ")
+        else:
+            yield (
+                f"{path}{name}",
+                {option for found in command.params for option in (*found.opts, *found.secondary_opts)},
+            )
+
+
+def test_commands_and_options_that_errors_name_exist() -> None:
+    options = dict(_commands(get_command(app)))
+    groups = {name.split()[0] for name in options if " " in name}
+    anywhere, wrong = set().union(*options.values(), _OTHERS), []
+    for place, text in _places():
+        for clause in re.split(r"[;)(]|, or |, and ", text):
+            found = _COMMAND.search(clause)
+            words = found[1].split() if found else []
+            called = found is not None and clause[: found.start()].endswith(("'", "run: ", "run ", "with: ", "with "))
+            name = " ".join(words[: 2 if words[:1] and words[0] in groups else 1])
+            if called and name not in options:
+                wrong.append(f"{place}: no command {name!r}")
+            begin = found.end() if found is not None and name in options else len(clause)
+            for part, known in ((clause[:begin], anywhere), (clause[begin:], options.get(name, anywhere))):
+                wrong += [
+                    f"{place}: {name!r} has no {option}" for option in _OPTION.findall(part) if option not in known
+                ]
+    assert wrong == []
+
+
+def test_the_list_of_advice_that_no_test_follows_is_true() -> None:
+    places = {place for place, _ in _places()}
+    followed = {one.place for one in _ADVICE.values()}
+    listed = NOT_FOLLOWED.read_text(encoding="utf-8").splitlines()
+    assert listed == sorted(places - followed) and len(listed) <= MOST_NOT_FOLLOWED
