@@ -70,10 +70,29 @@ _ORDER = (
 
 
 class _Command(TyperCommand):
-    """A command whose `--help` shows no type, like the other switches (`shorten_types`)."""
+    """A command that names all missing parameters at once.
+
+    Its `--help` shows no type, like the other switches (`shorten_types`).
+    """
 
     def get_help_option(self, ctx: Any) -> Any:
         return _without_type(super().get_help_option(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, list(args))
+        except typer.BadParameter as error:
+            options, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+            missing: list[Any] = [
+                parameter
+                for parameter in self.get_params(ctx)
+                if parameter.required and parameter.value_is_missing(parameter.consume_value(ctx, options)[0])
+            ]
+            if error.param not in missing or len(missing) == 1:
+                raise
+            said = (type(error)("", ctx, parameter).format_message() for parameter in missing)
+            names = ", ".join(line.removeprefix("Missing ").rstrip(".") for line in said)
+            raise _WrongLine(f"missing {names}", ctx) from None
 
 
 class _Group(TyperGroup):

@@ -77,7 +77,8 @@ def test_a_wrong_command_line_is_said_in_one_line(run: Run) -> None:
     see = "moetool trace split --help"
     _one_line(run("trace", "split", "trace", "--out", "s"), 2, "missing option '--by'", see)
     _one_line(run("trace", "split", "trace", "--parts", "3"), 2, "no such option: --parts", see)
-    _one_line(run("train"), 2, "missing argument", "moetool train --help")
+    _one_line(run("train"), 2, "argument 'PREDICTOR'", "option '--out'", "moetool train --help")
+    _one_line(run("plan", "placement", "--trace", "t"), 2, "'--cluster'", "'--planner'", "'--out'", "placement --help")
     _one_line(run("tarin"), 2, "no such command 'tarin'", "train", "moetool --help")
     _one_line(run("capture", "reference", "--data=exam", "--out=t", "--batch-size", "0"), 2, "'--batch-size'", "1")
     _one_line(run("trace", "info", "trace", "more"), 2, "(more)")
@@ -523,7 +524,10 @@ def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "moetool", "trace", "split"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "moetool: missing argument 'DIR' (see moetool trace split --help)\n"
+    assert (
+        done.stderr
+        == "moetool: missing argument 'DIR', option '--out', option '--by' (see moetool trace split --help)\n"
+    )
 
 
 def test_a_shipped_recipe_is_named_from_any_directory(
