@@ -103,13 +103,13 @@ def _loads(tier: str, bytes_s: float) -> LoadCosts:
 
 
 def _recipe(spec: ModelSpec) -> NamedModel | None:
-    """Return the recipe of a model by its name and sizes; None without one."""
+    """Return the recipe of a model by its name and experts; None without one. A trace may lack some of its layers."""
     short = spec.name.rsplit("/", 1)[-1].lower()
     names = [name for name in recipe_names("models") if short.startswith(name)]
     if not names:
         return None
     model = read_named_model(max(names, key=len))
-    return model if (model.layers, model.experts) == (spec.num_layers, spec.num_experts) else None
+    return model if model.experts == spec.num_experts and spec.num_layers <= model.layers else None
 
 
 def _facts(machine: NamedMachine) -> Machine:

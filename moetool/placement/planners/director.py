@@ -14,6 +14,7 @@ import numpy as np
 
 from moetool.base.child_process import end_with_parent
 from moetool.base.errors import CapacityError, UsageError
+from moetool.placement.engine_slots import filled
 from moetool.placement.expert_copies import CopySearch
 from moetool.placement.local_search import Descent, Layer, improve
 from moetool.placement.planner import Problem, layer_slots
@@ -139,6 +140,8 @@ def place(problem: Problem, options: Options) -> np.ndarray:
     if copied and time.perf_counter() < ends:
         quick = replace(problem, on_progress=lambda done, total: None)
         improved_GLE = _improved(quick, _packed(problem, room_GL), room_GL, ends)
+        if slots := problem.equal_slots:  # compared as the engine holds them: further copies change the loads
+            placed_GLE, improved_GLE = (filled(problem, one, slots, "director") for one in (placed_GLE, improved_GLE))
         for layer in range(problem.spec.num_layers):
             both = (placed_GLE[:, layer].copy(), improved_GLE[:, layer].copy())
             searches = [CopySearch(problem, layer, one_GE, room_GL[:, layer]) for one_GE in both]

@@ -106,6 +106,7 @@ def test_a_model_without_a_recipe_is_told_what_is_assumed() -> None:
     spec = _spec("gpt-oss-20b")
     other = replace(spec, name="unnamed model")
     assert not assumption(spec) and "unnamed model" in assumption(other)
+    assert not assumption(_spec("gpt-oss-20b", layers=3))  # counts of some layers
     known, assumed = (
         machine_profile(read_named_machine("h100-node"), each).on("cuda").expert(4096) for each in (spec, other)
     )
