@@ -8,7 +8,6 @@ import numpy as np
 
 from moetool.base.errors import CapacityError, MismatchError, UsageError, unknown_name
 from moetool.base.types import Cluster, Gpu, ModelSpec
-from moetool.placement.planner import Problem
 from moetool.placement.planners.eplb import rebalance_experts
 from moetool.placement.scoring import balancedness
 
@@ -148,24 +147,3 @@ def initial_map(spec: ModelSpec, num_gpus: int, slots: int) -> np.ndarray:
     expert_P = np.arange(num_gpus * slots) % spec.num_experts
     placed_GLE[np.repeat(np.arange(num_gpus), slots), :, expert_P] = True
     return placed_GLE
-
-
-def filled(problem: Problem, placed_GLE: np.ndarray, slots: int, planner: str) -> np.ndarray:
-    """Fill each free slot with the expert that the GPU lacks and that has the most load per copy.
-
-    Raises:
-        MismatchError: the planner put more experts of a layer on a GPU than it has slots for it.
-    """
-    held_GL = placed_GLE.sum(axis=2)
-    if (held_GL > slots).any():
-        g, layer = np.argwhere(held_GL > slots)[0].tolist()
-        raise MismatchError(
-            f"{planner} puts {held_GL[g, layer]} experts of MoE layer {layer} on GPU {g}, but the engine has {slots} "
-            f"slots of each layer there; plan with eplb, director, prism_exact or uniform, which place layer by layer"
-        )
-    filled_GLE, tokens_LE = placed_GLE.copy(), problem.demand.tokens_LE
-    for g, layer in np.argwhere(held_GL < slots).tolist():
-        while filled_GLE[g, layer].sum() < slots:
-            per_copy_E = tokens_LE[layer] / filled_GLE[:, layer].sum(axis=0)
-            filled_GLE[g, layer, int(np.where(filled_GLE[g, layer], -1.0, per_copy_E).argmax())] = True
-    return filled_GLE

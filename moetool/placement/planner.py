@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from moetool.base import config, plugins
-from moetool.base.errors import CapacityError, UsageError, unknown_name
+from moetool.base.errors import CapacityError, MismatchError, UsageError, unknown_name
 from moetool.base.types import Cluster, Gpu, ModelSpec
 from moetool.placement.demand import Demand
 from moetool.placement.latency import Latency
@@ -186,3 +186,24 @@ def apportion(total: int, weight_X: np.ndarray) -> np.ndarray:
     order_X = np.argsort(-(quota_X - given_X), kind="stable")
     given_X[order_X[: total - int(given_X.sum())]] += 1
     return given_X
+
+
+def filled(problem: Problem, placed_GLE: np.ndarray, slots: int, planner: str) -> np.ndarray:
+    """Fill each free slot with the expert that the GPU lacks and that has the most load per copy.
+
+    Raises:
+        MismatchError: the planner put more experts of a layer on a GPU than it has slots for it.
+    """
+    held_GL = placed_GLE.sum(axis=2)
+    if (held_GL > slots).any():
+        g, layer = np.argwhere(held_GL > slots)[0].tolist()
+        raise MismatchError(
+            f"{planner} puts {held_GL[g, layer]} experts of MoE layer {layer} on GPU {g}, but the engine has {slots} "
+            f"slots of each layer there; plan with eplb, director, prism_exact or uniform, which place layer by layer"
+        )
+    filled_GLE, tokens_LE = placed_GLE.copy(), problem.demand.tokens_LE
+    for g, layer in np.argwhere(held_GL < slots).tolist():
+        while filled_GLE[g, layer].sum() < slots:
+            per_copy_E = tokens_LE[layer] / filled_GLE[:, layer].sum(axis=0)
+            filled_GLE[g, layer, int(np.where(filled_GLE[g, layer], -1.0, per_copy_E).argmax())] = True
+    return filled_GLE

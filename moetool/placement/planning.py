@@ -184,7 +184,7 @@ class PlanningInputs:
         """Return a planner's placement in these slots, and its planning seconds."""
         problem = self.problem(seed)
         placed_GLE, seconds = timed(name, problem, options)
-        return engine_slots.filled(problem, placed_GLE, self.slots, name) if self.slots else placed_GLE, seconds
+        return planner.filled(problem, placed_GLE, self.slots, name) if self.slots else placed_GLE, seconds
 
 
 def planning_inputs(

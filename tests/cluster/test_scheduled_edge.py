@@ -1,7 +1,11 @@
 """`moetool serve --cluster local:3` with its scheduler: experts move to whose users want them, and it can be seen."""
 
+import contextlib
 import json
 import re
+import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,10 @@ def test_experts_move_under_load_and_no_answer_changes(reference: Path, tokenize
     right = right_answers(reference, tokenizer, MAX_TOKENS)
     state_file = tmp_path / "state.json"
     settings = [part for name in (*FAST, f"scheduler.state={state_file}") for part in ("--set", name)]
-    with edge_cluster(tmp_path, *settings) as cluster:
+    with contextlib.ExitStack() as stack:
+        busy = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+        stack.callback(busy.kill)
+        cluster = stack.enter_context(edge_cluster(tmp_path, *settings))
         eventually(lambda: "cluster page:" in cluster.narration)
         found = re.search(r"cluster page: (http://\S+)", cluster.narration)
         assert found is not None
@@ -30,15 +37,24 @@ def test_experts_move_under_load_and_no_answer_changes(reference: Path, tokenize
         def done() -> list[Any]:
             return [one for one in state()["decisions"] if one["made"] and one["outcome"] == "done"]
 
-        asked = {name: (prompt,) for name, prompt in zip(NAMES, PROMPTS, strict=True)}  # each server's users another
-        with Load(cluster, right, MAX_TOKENS, asked) as load:
-            # The first may be of a moment when not all users had asked for anything yet.
-            eventually(lambda: sum(one["copies"] for one in done()) > 10, within_s=240)
-            answered = load.outcomes.total()
-            eventually(lambda: load.outcomes.total() > answered + 9, within_s=120)
-            eventually(lambda: sum(shares(state()["windows"])[-3:]) / 3 > 0.7, within_s=240)
+        def move(turn: int) -> None:
+            """Have each server's users ask as another's did, until experts have followed them."""
+            before = len(done())
+            asked = {name: (PROMPTS[(n + turn) % len(PROMPTS)],) for n, name in enumerate(NAMES)}
+            with Load(cluster, right, MAX_TOKENS, asked) as load:
+                # The first may be of a moment when not all users had asked for anything yet.
+                eventually(lambda: sum(one["copies"] for one in done()[before:]) > 10, within_s=240)
+                answered = load.outcomes.total()
+                eventually(lambda: load.outcomes.total() > answered + 9, within_s=120)
+                eventually(lambda: sum(shares(state()["windows"])[-3:]) / 3 > 0.7, within_s=240)
+            assert {outcome for _, outcome in load.outcomes} == {"right"}, load.wrong
+
+        for turn in range(3):
+            move(turn)
         seen, made = state(), done()
-        assert {outcome for _, outcome in load.outcomes} == {"right"}, load.wrong
+        took = [(one["done_s"] - one["at_s"] - one["plan_s"]) / one["foreseen_s"] for one in made]
+        print(f"taken by expected seconds of migrations beside a busy process: {took}")
+        assert 0.5 < statistics.median(took) < 2  # other tests take cores, too
         assert seen["uncovered"] == 0
         assert all(one["measured"] and one["saved_s"] > one["cost_s"] for one in made)
         assert all(one["local_after"] > one["local_before"] for one in made)

@@ -266,7 +266,7 @@ class EdgeHead:
                     arrived[server, at] = found
                 else:
                     failed.append((server, at, found if isinstance(found, Exception) else MoetoolError(found)))
-        if arrived:
+        if arrived or not drops:
             self.publish()
         _LOG.info("a round of moves: %d dropped, %d arrived, %d failed", len(drops), len(arrived), len(failed))
         return MigrationRoundResult(arrived=arrived, failed=failed)

@@ -14,8 +14,6 @@ from moetool.cluster.edge.protocol import ArrivedExpert, WorkerStats
 _FOLDS = 4
 _TRACE = 1e-6
 _OLDER_MOVES, _STALE_MOVES = 0.8, 0.1
-_FIRST_ROUND_S = 0.1
-"""Assumed before the first migration."""
 _MOST = 1e18
 """Largest tokens, bytes or seconds in a state, so that sums and products stay finite."""
 
@@ -107,14 +105,14 @@ class Statistics:
         self._fresh.clear()
 
     def migrated(self, rounds: int, beside_s: float) -> None:
-        """Count a migration and its seconds without transfer time; later ones weigh more."""
+        """Count a migration, or a trial, and its seconds without transfer time; later ones weigh more."""
         self._rounds = _OLDER_MOVES * self._rounds + (beside_s, rounds)
 
     @property
     def round_s(self) -> float:
         """Seconds of a round of a migration besides transfer: informing all servers, and waiting for computations."""
         seconds, count = self._rounds
-        return max(0.0, float(seconds / count)) if count else _FIRST_ROUND_S
+        return max(0.0, float(seconds / count)) if count else 0.0
 
     def changed(self, now_s: float) -> None:
         """Start over with a new placement. The time of a call is kept until it is measured again."""

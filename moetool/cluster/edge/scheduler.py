@@ -285,11 +285,14 @@ class Scheduler:
         if len(frozenset[Place]().union(*held.values())) < self.spec.total_experts:
             return
         self._decided_s = now_s
+        began = time.monotonic()
         if trials := trial_copies(self.statistics, self.cluster, held):
             for server, moved in servers.time_copies(trials):
                 self.statistics.moved(server, moved)
+        timed = time.monotonic()
+        servers.move([], [])  # a round without moves: informing all servers
+        self.statistics.migrated(1, time.monotonic() - timed)
         record = ReplacementRecord(at_s=now_s, planner=self.options.planner)
-        began = time.monotonic()
         decision = self._propose(record, held, slots)
         record.plan_s = time.monotonic() - began
         self.statistics.measure_again()

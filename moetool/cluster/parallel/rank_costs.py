@@ -28,9 +28,10 @@ class Costs:
       source, as ranks compute them.
     - Byte of rows: slope of all-to-all seconds against the bytes that a rank sent, over the layers and steps of a
       batch. Where links differ, all are scaled by one factor.
-    - Byte of experts: received bytes over the transfer time, before the first migration by the links; plus the time
-      that batches waited for experts, before they began and in all-to-alls. That delay decays by a tenth with each
-      batch without migration, so that migration is tried again.
+    - Byte of experts: received bytes over the transfer time, of the last batches with migration together, so that one
+      with few bytes counts little; before the first by the links. Plus the time that batches waited for experts, before
+      they began and in all-to-alls. That delay decays by a tenth with each batch without migration, so that migration
+      is tried again.
 
     Args:
         profile: measured costs to begin with.
@@ -62,8 +63,8 @@ class Costs:
             slopes = [(curve(high) - curve(low)) / (high - low) for curve in latency.links]
             self._byte_s_GG = np.array([*slopes, 0.0])[latency.link_GG]
         np.fill_diagonal(self._byte_s_GG, 0.0)
-        self._row_s = self._byte_s = self._move_bytes_s = 0.0  # until measured
-        self._waited_s = self._moved_bytes = 0.0  # decaying sums over batches with migration
+        self._row_s = self._byte_s = 0.0  # until measured
+        self._waited_s = self._moved_bytes = self._moved_s = 0.0  # decaying sums over batches with migration
         self._seconds: deque[tuple[float, float]] = deque(maxlen=8)
 
     def note(self, record: BatchRecord, moved_s: float, num_ranks: int) -> None:
@@ -79,15 +80,15 @@ class Costs:
         if record.byte_s > 0:
             self._byte_s = _newer(self._byte_s, record.byte_s)
         if record.moved_bytes and moved_s:
-            self._move_bytes_s = _newer(self._move_bytes_s, record.moved_bytes / moved_s)
             self._moved_bytes = _NEWEST * self._moved_bytes + record.moved_bytes
+            self._moved_s = _NEWEST * self._moved_s + moved_s
             self._waited_s = _NEWEST * self._waited_s + record.ready_s + record.waited_s
         else:
             self._waited_s *= _STILL
 
     def forget_moving(self) -> None:
-        """Reset the migration delay, after a change of the migration mode."""
-        self._waited_s = self._moved_bytes = 0.0
+        """Forget transfers and their delay, after a change of the migration mode."""
+        self._waited_s = self._moved_bytes = self._moved_s = 0.0
 
     def expected(self, elapsed_s: float | None, within_s: float, *, overlaps: bool) -> BatchCosts:
         """Return the costs for a decision.
@@ -120,7 +121,7 @@ class Costs:
         return {
             "row_s": self._row_s,
             "link_bytes_s": rate,
-            "move_bytes_s": self._move_bytes_s,
+            "move_bytes_s": self._moved_bytes / self._moved_s if self._moved_s else 0.0,
             "added_byte_s": self._added_byte_s,
         }
 
@@ -130,8 +131,8 @@ class Costs:
 
         Rows are no measure of it: in an all-to-all a rank also waits for the others, the longer the busier they are.
         """
-        if self._move_bytes_s:
-            return self._move_bytes_s
+        if self._moved_s:
+            return self._moved_bytes / self._moved_s
         away = self._byte_s_GG[self._byte_s_GG > 0]
         return 1.0 / float(away.mean()) if away.size else float("inf")
 

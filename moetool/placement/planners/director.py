@@ -14,10 +14,9 @@ import numpy as np
 
 from moetool.base.child_process import end_with_parent
 from moetool.base.errors import CapacityError, UsageError
-from moetool.placement.engine_slots import filled
 from moetool.placement.expert_copies import CopySearch
 from moetool.placement.local_search import Descent, Layer, improve
-from moetool.placement.planner import Problem, layer_slots
+from moetool.placement.planner import Problem, filled, layer_slots
 from moetool.placement.planners import eplb, prism_exact
 from moetool.placement.planners.smartmoe import balance
 from moetool.placement.relaxation import relax

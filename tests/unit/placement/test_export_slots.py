@@ -16,9 +16,8 @@ from moetool.base.errors import CapacityError, MismatchError, UsageError
 from moetool.base.types import Cluster, Gpu, Server
 from moetool.cli.main import app
 from moetool.placement.demand import read_demand
-from moetool.placement.engine_slots import filled
 from moetool.placement.latency import unit_latency
-from moetool.placement.planner import Problem, place
+from moetool.placement.planner import Problem, filled, place
 from moetool.placement.planning import Setting, plan_placement
 from moetool.trace.foreign.exporting import export_trace
 from moetool.trace.foreign.importing import import_trace

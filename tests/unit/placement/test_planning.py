@@ -12,9 +12,9 @@ from moetool.base.types import Cluster
 from moetool.placement.bounds import memory_bound, work_bound
 from moetool.placement.comparison import CURRENT, compare, migration_lines
 from moetool.placement.demand import WHOLE, planned_share, read_demand
-from moetool.placement.engine_slots import filled, initial_map, knee, slot_choices, wanted_slots
+from moetool.placement.engine_slots import initial_map, knee, slot_choices, wanted_slots
 from moetool.placement.latency import unit_latency
-from moetool.placement.planner import Problem, place
+from moetool.placement.planner import Problem, filled, place
 from moetool.placement.planning import Setting, Workload, open_traces, plan_placement
 from moetool.placement.scoring import score
 from moetool.trace.expert_counts import Counted, ExpertCounts, write_counts

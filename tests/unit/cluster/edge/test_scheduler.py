@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -177,9 +178,8 @@ def test_eq4_has_both_sides_in_seconds() -> None:
     assert refused.saved_s == pytest.approx((refused.calls_before - refused.calls_after) * 1e-7, rel=1e-6)
     assert refused.measured and refused.calls_after < refused.calls_before
     # Trial copies took 50 ms, though by the plan's links they take 10 ms; Eq. 3 goes by the GPUs' own rate.
-    # No expert has moved yet: a round is assumed to take 0.1 s besides.
-    rounds = round((refused.moves_s - refused.copies * 0.05) / 0.1)
-    assert refused.moves_s == pytest.approx(refused.copies * 0.05 + rounds * 0.1, rel=1e-4) and 4 <= rounds <= 8
+    # A round takes as long besides as the one without moves before the decision: here hardly any time.
+    assert refused.moves_s == pytest.approx(refused.copies * 0.05, rel=0.05)
     assert refused.eq3_s == pytest.approx(refused.copies * 1000 / 12e9)
     cheap = World(odds_NLE, planned(odds_NLE, "uniform"))
     cheap.pass_s(130)
@@ -213,6 +213,8 @@ def test_a_migration_takes_what_was_foreseen(monkeypatch: pytest.MonkeyPatch) ->
         return move(drops, copies)
 
     monkeypatch.setattr(world.table, "move", late)
+    clock = SimpleNamespace(monotonic=lambda: world.now_s)
+    monkeypatch.setattr("moetool.cluster.edge.scheduler.time", clock)  # a round without moves takes 0.2 s too
     for shift in (0, 1, 2, 3):
         for worker in world.workers.values():
             worker.move_s *= (1, 4, 0.1, 3)[shift]  # as beside a busy process: measured again before each decision

@@ -67,6 +67,8 @@ def test_links_cost_what_is_measured_or_what_the_cluster_has() -> None:
     costs.note(record(byte_s=5e-8, moved_bytes=300), 0.1, 2)
     assert costs.expected(**NOW).byte_s_GG == pytest.approx(np.array([[0, 5e-8], [5e-8, 0]]))
     assert costs.expected(**NOW).move_bytes_s == pytest.approx(3000)
+    costs.note(record(moved_bytes=3), 0.01, 2)  # the last piece of a transfer, which mostly waits
+    assert costs.expected(**NOW).move_bytes_s == pytest.approx((300 / 2 + 3) / (0.1 / 2 + 0.01))
     profiled = Costs(SPEC, CLUSTER, profile=replace(profile_of(), link=Curve(x=(0.0, 1e6), y=(0.5, 2.5))))
     assert profiled.expected(**NOW).byte_s_GG == pytest.approx(np.array([[0, 2e-6], [2e-6, 0]]))
 
