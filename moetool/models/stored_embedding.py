@@ -207,7 +207,7 @@ def readable_rows(table: nn.Embedding, source: TensorSource, weights: Mapping[st
     """Weights whose rows are those of an embedding, one after the other; empty if its rows cannot be read alone."""
     names = source.tensor_names
     if len(names) != 1 or source.converter is not None:
-        operations = getattr(source.converter, "operations", ())
+        operations: Any = getattr(source.converter, "operations", ())
         joined = len(operations) == 1 and isinstance(operations[0], weight_loading().Concatenate)
         if not joined or operations[0].dim != 0 or len(source.names) != 1:
             return []
