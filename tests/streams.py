@@ -1,5 +1,6 @@
 """A simulated GPU: two queues that run in random order, as long as each keeps its order and waits for its events."""
 
+import queue
 import random
 import threading
 import time
@@ -114,3 +115,62 @@ class Eager(Streams):
 
     def mark(self) -> Any:
         return None
+
+
+class SlowLink:
+    """A device whose memory is a second buffer on the CPU, filled over a link of `bytes_s` in the order of the calls.
+
+    The calling thread is the device, and its computations are done when they return.
+    """
+
+    device = torch.device("cpu")
+    staged = True
+    bytes_s = 1e9
+
+    def __init__(self) -> None:
+        self._copies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    host_memory = device_memory
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
+        return self.copy_all([(source, target, after)])
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, Any]]) -> Any:
+        copied = threading.Event()
+        self._copies.put((pairs, copied))
+        return copied
+
+    def mark(self) -> Any:
+        return None
+
+    def wait(self, mark: Any, tier: str) -> None:
+        self.finish(mark)
+
+    def passed(self, mark: Any) -> bool:
+        return mark is None or mark.is_set()
+
+    def finish(self, mark: Any) -> None:
+        if mark is not None:
+            mark.wait()
+
+    def stalled(self, tier: str) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        self._copies.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        ends = 0.0
+        while (job := self._copies.get()) is not None:
+            pairs, copied = job
+            ends = max(ends, time.perf_counter()) + sum(source.numel() for source, _, _ in pairs) / self.bytes_s
+            for source, target, _ in pairs:
+                target.copy_(source)
+            time.sleep(max(0.0, ends - time.perf_counter()))
+            copied.set()

@@ -263,7 +263,7 @@ def open_pool(
     if split is None and admits_by_value(policies[0].options):
         raise UsageError(
             "admit=value has no effect where all misses are loaded; leave it out, or let the host compute some "
-            "(replay --misses host or both)"
+            "(replay --misses host or both; serve beside a GPU with host_compute=auto or on)"
         )
     if layer_slots and count > 1:
         raise UsageError(

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from operator import itemgetter
+from typing import Any
 
 from moetool.base.config import POSITIVE, SHARE, Span, require_within
 from moetool.base.errors import UsageError, unknown_name
@@ -251,23 +252,44 @@ class EventWork:
         return loaded
 
 
+EQUAL_COSTS = SplitCosts(load_s=1.0, host_s=1.0)
+
+
 class MachineSplit:
     """Splits the misses of a pool's events, and models link, host and device.
 
     Args:
         mode: of `MODES`.
+        costs: those of the machine (default: until `begin`, a load and an expert on the host cost the same).
         host_experts: experts that host memory holds; None: all. The model keeps those that were read last.
+
+    Attributes:
+        active: whether misses are split now; it may change between forwards. Otherwise all are loaded.
 
     Effects: `choose` and `note` advance the model, event by event.
     """
 
-    def __init__(self, spec: ModelSpec, costs: SplitCosts, mode: str = "both", host_experts: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        costs: SplitCosts = EQUAL_COSTS,
+        mode: str = "both",
+        host_experts: int | None = None,
+    ) -> None:
         if mode not in MODES:
             raise unknown_name("place of misses", mode, MODES)
-        self.spec, self.costs, self.mode = spec, costs, mode
+        self.spec, self.mode, self.active = spec, mode, True
+        self.begin(costs, host_experts)
+
+    def begin(self, costs: SplitCosts, host_experts: int | None) -> None:
+        """Set the costs and the experts in host memory, before the first event."""
+        self.costs, self.host_experts = costs, host_experts
         self._queue: OrderedDict[int, float] = OrderedDict()  # seconds of transfers by key; the first one runs
         self._memory: OrderedDict[int, None] | None = None if host_experts is None else OrderedDict()
-        self._host_experts = host_experts or 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a replay needs for the same decisions, and the digest of the costs."""
+        return {"costs": asdict(self.costs), "digest": self.costs.digest, "host_experts": self.host_experts}
 
     def admits(self, free: bool) -> bool:
         """Whether the link takes an expert that the host has computed: always while slots are `free`, else by queue."""
@@ -343,6 +365,6 @@ class MachineSplit:
         for key in keys:
             memory.pop(key, None)
             memory[key] = None
-        while len(memory) > self._host_experts:
+        while len(memory) > (self.host_experts or 0):
             memory.popitem(last=False)
         return on_disk

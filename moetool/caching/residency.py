@@ -310,9 +310,10 @@ class Residency:
             hits = [key for key in hits if key not in self._pinned]
         answered = self._own(policy.gate(event, hits, list(misses)))
         admissible: list[int] = []
-        if self.split is not None:
+        split = None if self.split is None or not self.split.active else self.split
+        if split is not None:
             worth = dict(zip(misses, policy.worth(misses), strict=True))
-            hosted = self.split.choose(event, to_compute, misses, list(worth.values()))
+            hosted = split.choose(event, to_compute, misses, list(worth.values()))
             admissible = sorted(sorted(hosted), key=worth.__getitem__, reverse=True)
             steps += [Step(StepKind.HOST, key, -1) for key in sorted(hosted)]
             answered = [key for key in answered if key not in hosted]
@@ -363,14 +364,14 @@ class Residency:
             self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
         for key in policy.after_last_expert(event):
             self._give_up(key, ())
-        if self.split is not None:
-            self.split.note(steps)
+        if split is not None:
+            split.note(steps)
             for key in admissible:
-                if not self.split.admits(free=self._room >= size):
+                if not split.admits(free=self._room >= size):
                     break
                 before = len(steps)
                 self._load_ahead(StepKind.PREFETCH, deque((key,)), locked, wanted, steps, admits=True)
-                self.split.note(steps[before:])
+                split.note(steps[before:])
         return self._emit(event.forward.forward_id, event.layer, steps)
 
     def slot(self, key: int) -> int | None:

@@ -19,6 +19,7 @@ from moetool.cli.flags import ApiKey, Model, Recipe, Revision, ServedDevice, Ser
 from moetool.models.files.hub import is_downloaded, parse_hub_name, with_revision
 
 if TYPE_CHECKING:
+    from moetool.caching.machine_split import SplitCosts
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.automatic import ServeSetup
 
@@ -71,8 +72,8 @@ def serve(
     settings: Annotated[
         list[str],
         settable(
-            "Further setting: kv_tokens=8192, dtype, devices, io_threads, policy.OPTION, server.max_queue, ... "
-            "(see 'moetool guide serving')."
+            "Further setting: kv_tokens=8192, dtype, devices, io_threads, host_compute=off, policy.OPTION, "
+            "server.max_queue, ... (see 'moetool guide serving')."
         ),
     ] = [],
     revision: Revision = None,
@@ -192,6 +193,9 @@ def serve(
         f"{engine.spec.total_experts} experts fit{among} ({tables.count(engine.store.pool_bytes, 'B')}{below})"
     )
 
+    if engine.split is not None:
+        tables.narrate(f"moetool: {_host_compute(engine.split.costs, engine.spec.slot_bytes)}")
+
     def ready(url: str) -> None:
         tables.narrate(f"moetool: serving on {url}/v1")
 
@@ -205,6 +209,15 @@ def serve(
         engine.close()
     if log is not None:
         tables.narrate(f"moetool: gate log written to {log}")
+
+
+def _host_compute(costs: "SplitCosts", expert_bytes: int) -> str:
+    """Return the line on the split of misses: measured rates of link and host, alone and together."""
+    link, host = (tables.count(round(expert_bytes / seconds), "B") for seconds in (costs.load_s, costs.host_s))
+    return (
+        f"misses are loaded over the link ({link}/s) or computed on the host ({host}/s), together at "
+        f"{costs.link_share:.2f} and {costs.host_share:.2f} of these rates (costs {costs.digest})"
+    )
 
 
 def _used_slots(row: tuple[str, str, str], slots: int, total_experts: int, setup: "ServeSetup") -> tuple[str, str, str]:

@@ -15,7 +15,7 @@ def cache(
     remove: Annotated[str | None, typer.Option(metavar="NAME|all", help="Name of the file to remove, or all.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List or remove warm-start files and kept prefixes of 'moetool serve'."""
+    """List or remove what 'moetool serve' keeps: warm-start files, prefixes, costs of link and host."""
     from moetool.runtime.warm_start import kept_models
 
     kept = kept_models()

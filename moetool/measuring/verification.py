@@ -307,7 +307,8 @@ def _prompts(checkpoint: Checkpoint, options: VerifyOptions) -> tuple[list[str],
 def _pool(checkpoint: Checkpoint, options: VerifyOptions, prompts: Sequence[Sequence[int]]) -> tuple[ServeOptions, int]:
     """Return setup and memory of the served model."""
     longest = max(map(len, prompts)) + options.tokens
-    serve = ServeOptions(device=options.device, dtype=options.dtype, kv_tokens=max(256, 8 * longest))
+    kv_tokens = max(256, 8 * longest)
+    serve = ServeOptions(device=options.device, dtype=options.dtype, kv_tokens=kv_tokens, host_compute="off")
     if options.device_memory_bytes is not None:
         return serve, options.device_memory_bytes
     device = parse_device(options.device)

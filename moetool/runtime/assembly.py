@@ -16,6 +16,7 @@ from moetool.base.errors import MismatchError, UsageError
 from moetool.base.families import require_substitutable
 from moetool.caching.devices import DevicePolicies, Pool, build_policies, open_pool, split_slots, without_pinned
 from moetool.caching.layer_slots import SHARES, equal_slots, scaled_down
+from moetool.caching.machine_split import MachineSplit
 from moetool.caching.plan import CachePlan, PrefetchLimits
 from moetool.caching.policy import Policy, build_policy, policy_class
 from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
@@ -23,18 +24,21 @@ from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, LoadedModel, load_lazy, parse_devices, parse_dtype, use_threads
 from moetool.runtime.budget import Budget, Wishes, divide_memory
+from moetool.runtime.experts.copies import is_staged, stride_of
 from moetool.runtime.experts.device_stores import Store, fill_device, load_residents, open_stores
 from moetool.runtime.experts.expected_use import read_order
 from moetool.runtime.experts.forward import ExpertRuntime
-from moetool.runtime.experts.store import open_store
+from moetool.runtime.experts.store import ExpertStore, open_store
 from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.loop.own_caches import OwnCaches, open_batcher
+from moetool.runtime.loop.split_guard import SplitGuard
 from moetool.runtime.policy_state import Learned, restore_state, save_state
 from moetool.runtime.recording.gate_log import ServeLog
 from moetool.runtime.recording.live_oracle import CANDIDATES, LiveOracle, OraclePolicies
 from moetool.runtime.returned_memory import release_code, return_freed_memory
 from moetool.runtime.serve_options import ServeOptions
+from moetool.runtime.split_costs import split_costs
 from moetool.runtime.warm_start import PREFIXES_SUFFIX, WarmStart, kept_routes, prefix_file
 from moetool.trace.rows import KEEP
 from moetool.trace.segments import SegmentLimits
@@ -125,6 +129,7 @@ def build_engine(
                 "or leave keep_prefixes out"
             )
         learned: Learned = built if len(policies) == 1 else DevicePolicies(policies)
+        splits = _splits(options, built, device, open_runtime is ExpertRuntime) and slots < loaded.spec.total_experts
         state = Path(options.state) if options.state else None
         if state is not None:
             durable.require_writable(state)
@@ -147,20 +152,28 @@ def build_engine(
         if state is not None and restore_state(state, name, learned) is not None:
             facts["state"] = durable.sha256_file(state)
         _LOG.info("policy %s of %s: %s", name, checkpoint.name, facts)
-        shares_memory = device.type == "cpu" and options.devices == 1 and not pinned and not built.computes_on_host
+        hosts = splits or built.computes_on_host
+        shares_memory = device.type == "cpu" and options.devices == 1 and not pinned and not hosts
         batcher = _batcher(
             loaded,
             options,
             first_kv_tokens=budget.first_kv_tokens if shares_memory else 0,
             resident=budget.kept_slots >= loaded.spec.total_experts,
         )
-        residency = open_pool(policies, pinned=pinned, limits=limits, layer_slots=layer_slots)
+        split = MachineSplit(loaded.spec) if splits else None
+        residency = open_pool(policies, pinned=pinned, limits=limits, layer_slots=layer_slots, split=split)
         single, changes = residency.residencies[0], None
         plain = not pinned and predicts is None and kind.lossless and built.columns <= {"experts"}
         if options.change_policy and options.devices == 1 and plain and not built.computes_on_host:
             learned = changes = PolicyChanges(single, PolicyChoice(name, options.pool or "one"), policy_options)
-        store = open_stores(loaded, residency, options.io_threads, options.host_memory_bytes or None)
+        store = open_stores(loaded, residency, options.io_threads, options.host_memory_bytes or None, hosts=splits)
         undo.callback(store.close)
+        if split is not None:
+            assert isinstance(store, ExpertStore)
+            held = store.host_pool_bytes // stride_of(store.files.stored_bytes)
+            in_memory = held >= loaded.spec.total_experts
+            split.begin(split_costs(loaded, single, store), None if in_memory else held)
+            facts["host_compute"] = split.to_json()
         save: Callable[[], None] | None = None if state is None else partial(save_state, state, name, learned)
         if options.warm_start and log is None and state is None and options.devices == 1:
             if options.remember_policy and changes is not None:
@@ -210,11 +223,32 @@ def build_engine(
             changes=changes,
         )
         engine.compare_with(oracle, changes)
+        if split is not None:
+            engine.split_misses(split, SplitGuard() if options.host_compute == "auto" else None)
         if shares_memory and budget.kept_slots < slots:
             engine.share_memory(budget.share)
         undo.pop_all()
     release_code()
     return engine
+
+
+def _splits(options: ServeOptions, policy: Policy, device: torch.device, alone: bool) -> bool:
+    """Whether the host computes some misses beside a device. Args: alone: whether no other machine computes experts.
+
+    Raises:
+        UsageError: the options ask for it where it is impossible.
+    """
+    reasons = {
+        "no GPU computes beside the host": not is_staged(device),
+        f"{options.devices} devices share the experts": options.devices > 1,
+        "other machines compute experts": not alone,
+        "the policy itself places misses": policy.computes_on_host,
+        "deterministic=true": options.deterministic,
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), None)
+    if why is not None and options.host_compute == "on":
+        raise UsageError(f"host_compute=on, but {why}; leave out one of them")
+    return why is None and options.host_compute != "off"
 
 
 def _batcher(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from moetool.base.config import POSITIVE, Span, require_within
-from moetool.base.errors import UsageError
+from moetool.base.errors import UsageError, unknown_name
 from moetool.caching.layer_slots import require_pool_form
 from moetool.caching.plan import PrefetchLimits
 from moetool.runtime.sizing import GOOD_CONTEXT
@@ -19,6 +19,8 @@ _LEAST = {
     "io_threads": 1,
     "threads": 0,
 }
+
+HOST_COMPUTE = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,11 @@ class ServeOptions:
         pool: `one` for all layers, `layer` (the same number of slots for each layer) or `mixed` (half of the slots per
             layer). None: the plan's pool, else `one`.
         prefetch: limits of prefetching (default: the plan's, else none).
+        host_compute: whether the host computes some misses beside a GPU while it loads others, so that each event ends
+            first (`moetool.runtime.split_costs`). `auto` stops that where measured steps are slower with it; `on` does
+            not. Answers are then equal up to rounding. `off` loads every miss: one batch composition gives the same
+            bits under every budget and every lossless policy that does not compute on the host itself. No effect
+            where every expert has a slot.
         warm_start: keep residents and statistics in the user's cache folder and load them at the next start (`moetool
             cache`). Off while a gate log is written, so that its replay begins as the server did.
         oracle_s: seconds between comparisons with LRU, the plan's policy and Belady on the server's most recent events,
@@ -106,6 +113,7 @@ class ServeOptions:
     policy: dict[str, Any] = field(default_factory=dict)
     pool: str | None = None
     prefetch: PrefetchLimits | None = None
+    host_compute: str = "auto"
     warm_start: bool = False
     oracle_s: float = 60.0
     change_policy: bool = False
@@ -116,6 +124,8 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if self.pool is not None:
             require_pool_form("pool", self.pool)
+        if self.host_compute not in HOST_COMPUTE:
+            raise unknown_name("host_compute", self.host_compute, HOST_COMPUTE)
         require_within(self, **{name: Span(least) for name, least in _LEAST.items()})
         if self.first_device is not None:
             require_within(self, first_device=Span(0))

@@ -21,6 +21,7 @@ MOST_BYTES = 1 << 30
 """Limit of all files together, prefixes apart; beyond it the oldest are removed."""
 _SUFFIX = ".warm.safetensors"
 PREFIXES_SUFFIX = ".prefixes"
+_COSTS_SUFFIX = ".costs.json"
 _ALL = "auto"
 """Policy name in a file with the state of all policies that may take over, and the one in force at the end."""
 _REMEMBERED = (*CANDIDATES, PolicyChoice("lru"))
@@ -44,7 +45,7 @@ class KeptModel:
 
 
 def kept_models(
-    suffixes: Sequence[str] = (_SUFFIX, PREFIXES_SUFFIX, PREFIXES_SUFFIX + durable.PARTIAL),
+    suffixes: Sequence[str] = (_SUFFIX, PREFIXES_SUFFIX, PREFIXES_SUFFIX + durable.PARTIAL, _COSTS_SUFFIX),
 ) -> list[KeptModel]:
     """List the files of the cache folder, newest first, with what a killed server left of its prefixes."""
     found = []
@@ -89,6 +90,11 @@ def prefix_file(spec: ModelSpec, dtype: object, device: object) -> Path:
     """
     kind = f"{dtype}-{device}".removeprefix("torch.").partition(":")[0]
     return cache_folder() / f"{_name(spec)}-{kind}{PREFIXES_SUFFIX}"
+
+
+def costs_file(spec: ModelSpec, digest: str) -> Path:
+    """The file in the cache folder that keeps costs measured with a model; `moetool.runtime.split_costs` writes it."""
+    return cache_folder() / f"{_name(spec)}-{digest}{_COSTS_SUFFIX}"
 
 
 def _file(spec: ModelSpec, policy: str) -> Path:

@@ -174,6 +174,8 @@ class ReplaySetup:
         misses: `load`, or a mode of `moetool.caching.machine_split` for policies that do not compute on the host
             themselves, by the costs of the profile or `split`.
         split: costs of the split; None: those of the profile.
+        host_experts: experts that host memory holds, for the split; None: all.
+        split_changes: recorded forwards, and whether the split is used from there on.
         devices: number of devices that share the model (`moetool.caching.devices`), with equal parts of the budget.
         changes: recorded forwards, and the policy with its pool form from there on.
         reserved_slots: recorded forwards, and the slots reserved from there on (`moetool.caching.residency`).
@@ -197,6 +199,8 @@ class ReplaySetup:
     timeline: TimelineOptions = DEFAULT_MACHINE
     misses: str = "load"
     split: SplitCosts | None = None
+    host_experts: int | None = None
+    split_changes: Sequence[tuple[int, int]] = ()
     devices: int = 1
     changes: Sequence[tuple[int, PolicyChoice]] = ()
     reserved_slots: Sequence[tuple[int, int]] = ()
@@ -433,6 +437,9 @@ class _Run:
         self._size_L = np.array(self._spec.expert_bytes_L)
         self.columns = policies[0].columns
         self._digest = DecisionDigest()
+        self._split: MachineSplit | None = None
+        if costs is not None and setup.misses != "load":
+            self._split = MachineSplit(self._spec, costs, setup.misses, setup.host_experts)
         self._residency = open_pool(
             policies,
             self._digest,
@@ -440,7 +447,7 @@ class _Run:
             pinned=setup.pinned,
             limits=setup.limits,
             layer_slots=() if policies[0].needs_future else _layer_slots(policies[0], setup),
-            split=None if costs is None or setup.misses == "load" else MachineSplit(self._spec, costs, setup.misses),
+            split=self._split,
         )
         self._costs_of_misses = costs
         self._misses = "own" if policies[0].computes_on_host else setup.misses
@@ -450,6 +457,7 @@ class _Run:
         self._late_ends = deque(source.late_ends)
         self._changes = deque(setup.changes)
         self._reserved_slots = deque(setup.reserved_slots)
+        self._split_changes = deque(setup.split_changes)
         self._changing: PolicyChanges | None = None
         if setup.changes:
             self._changing = PolicyChanges(
@@ -492,6 +500,9 @@ class _Run:
             _, load_s, host_s = self._costs.popleft()
             for policy in self._live:
                 policy.take_costs(load_s, host_s)
+        while self._split_changes and self._split_changes[0][0] <= info.recorded_id:
+            assert self._split is not None
+            self._split.active = bool(self._split_changes.popleft()[1])
         while self._changes and self._changes[0][0] <= info.recorded_id:
             assert self._changing is not None
             self._changing.change(self._changes.popleft()[1])
@@ -583,6 +594,10 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
         limits=log.limits,
         changes=log.changes,
         reserved_slots=log.reserved_slots,
+        misses=setup.misses if log.split is None else "both",
+        split=setup.split if log.split is None else log.split,
+        host_experts=log.host_experts,
+        split_changes=log.split_changes,
     )
 
 

@@ -9,6 +9,7 @@ from moetool.base.config import parse
 from moetool.base.errors import MismatchError
 from moetool.base.types import ModelSpec
 from moetool.caching.layer_slots import POOL_FORMS
+from moetool.caching.machine_split import SplitCosts
 from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policy import policy_class
 from moetool.caching.policy_changes import PolicyChoice
@@ -26,6 +27,9 @@ class ServedDecisions:
         limits: limits of prefetching.
         changes: forwards, and the policy with its pool form from there on.
         reserved_slots: forwards, and the slots that hold no experts from there on.
+        split: costs by which the host computed misses; None: the policy placed them.
+        host_experts: experts that host memory held; None: all.
+        split_changes: forwards, and whether the host computed misses from there on.
     """
 
     policy: str
@@ -35,6 +39,9 @@ class ServedDecisions:
     limits: PrefetchLimits
     changes: tuple[tuple[int, PolicyChoice], ...]
     reserved_slots: tuple[tuple[int, int], ...]
+    split: SplitCosts | None
+    host_experts: int | None
+    split_changes: tuple[tuple[int, int], ...]
 
 
 def read_decisions(trace: Trace) -> ServedDecisions:
@@ -52,6 +59,9 @@ def read_decisions(trace: Trace) -> ServedDecisions:
         check.require(isinstance(value, kind), f"manifest.provenance.{key}", value, kind.__name__)
     check.require(isinstance(pinned, list), "manifest.provenance.pinned", pinned, "a list")
     _check_slots(trace.spec, slots, pinned)
+    split, host_experts = _split(made.get("host_compute"))
+    changes = _by_forward("splits", made.get("splits", []), "0 or 1")
+    check.require(split is not None or not changes, "manifest.provenance.splits", changes, "none without host_compute")
     return ServedDecisions(
         policy=name,
         options=options,
@@ -60,7 +70,25 @@ def read_decisions(trace: Trace) -> ServedDecisions:
         limits=parse(PrefetchLimits, prefetch, "manifest.provenance.prefetch"),
         changes=_changes(made.get("changes", [])),
         reserved_slots=_reserved_slots(made.get("lent", []), pinned),
+        split=split,
+        host_experts=host_experts,
+        split_changes=tuple(changes),
     )
+
+
+def _split(found: Any) -> tuple[SplitCosts | None, int | None]:
+    """Costs of link and host, and experts in host memory. Raises: MismatchError: the log is damaged."""
+    if found is None:
+        return None, None
+    at = "manifest.provenance.host_compute"
+    whole = isinstance(found, dict) and found.keys() == {"costs", "digest", "host_experts"}
+    check.require(whole, at, found, "costs, digest and host_experts")
+    costs, held = parse(SplitCosts, found["costs"], f"{at}.costs"), found["host_experts"]
+    check.require(
+        costs.digest == found["digest"], f"{at}.digest", found["digest"], f"that of the costs, {costs.digest}"
+    )
+    check.require(held is None or (type(held) is int and held > 0), f"{at}.host_experts", held, "a number of experts")
+    return costs, held
 
 
 def _changes(found: Any) -> tuple[tuple[int, PolicyChoice], ...]:

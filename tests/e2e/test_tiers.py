@@ -83,7 +83,7 @@ def test_experts_computed_by_the_thread_beside_a_device(
         (SomeOnHost(_spec(reference), 16, seed=5), 16),
         (RandomPolicy(_spec(reference), 6, seed=5), 6),
     ):
-        made = engine(reference, tokenizer, policy, slots)
+        made = engine(reference, tokenizer, policy, slots, pooled=False)
         metrics = baseline.require_same(made)
         assert metrics["host_pool_bytes"] == 256 * SLOT  # a ring, which has room for all
 

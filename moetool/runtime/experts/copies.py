@@ -73,6 +73,11 @@ def open_copies(device: torch.device) -> Copies:
     return CudaCopies(device) if device.type == "cuda" else CpuCopies()
 
 
+def is_staged(device: torch.device) -> bool:
+    """Whether a device's slots can only be filled from host memory (`Copies.staged`)."""
+    return CudaCopies.staged if device.type == "cuda" else CpuCopies.staged
+
+
 class CpuCopies:
     """The CPU as its own device: a copy is done when the call returns, so every mark is passed."""
 

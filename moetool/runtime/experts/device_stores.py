@@ -133,12 +133,20 @@ Store = ExpertStore | Stores
 """The slots of one device or of several."""
 
 
-def open_stores(loaded: LoadedModel, pool: Pool, num_threads: int = 2, host_memory_bytes: int | None = None) -> Store:
+def open_stores(
+    loaded: LoadedModel,
+    pool: Pool,
+    num_threads: int = 2,
+    host_memory_bytes: int | None = None,
+    *,
+    hosts: bool = False,
+) -> Store:
     """Open the store of a model from `load_lazy`: on the model's device, or one on each device that shares it.
 
     Args:
         num_threads: I/O threads of each device.
         host_memory_bytes: split evenly between devices.
+        hosts: as for `open_store`; on one device.
 
     Raises:
         UsageError: the machine has fewer GPUs.
@@ -146,7 +154,7 @@ def open_stores(loaded: LoadedModel, pool: Pool, num_threads: int = 2, host_memo
     """
     count = len(pool.residencies)
     if count == 1:
-        return open_store(loaded, pool.residencies[0], num_threads, host_memory_bytes)
+        return open_store(loaded, pool.residencies[0], num_threads, host_memory_bytes, hosts=hosts)
     devices = parse_devices(loaded.device.type, count, loaded.device.index or 0)
     host = None if host_memory_bytes is None else host_memory_bytes // count
     stores: list[ExpertStore] = []

@@ -143,7 +143,7 @@ class ExpertRuntime:
         bind_experts(loaded, self)
         self._pooled: PooledExperts | None = None
         one_pool = remote is None and len(store.devices) == 1
-        wanted = store.copies.device.type == "cuda" if pooled is None else pooled
+        wanted = store.copies.staged if pooled is None else pooled
         if wanted and one_pool:
             self._pooled = PooledExperts(loaded, residency.residencies[0], self._pool)
         policy = residency.policy

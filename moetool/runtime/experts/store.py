@@ -415,10 +415,12 @@ def open_store(
     host_memory_bytes: int | None = None,
     *,
     device: torch.device | None = None,
+    hosts: bool = False,
 ) -> ExpertStore:
     """Open the store of a model from `load_lazy`, on the model's device unless another is given.
 
-    Arguments and errors are otherwise those of `ExpertStore`.
+    `hosts` may be left out for a policy that computes on the host. Arguments and errors are otherwise those of
+    `ExpertStore`.
     """
     assert loaded.files is not None
     return ExpertStore(
@@ -426,6 +428,6 @@ def open_store(
         residency.num_slots,
         num_threads,
         host_memory_bytes=host_memory_bytes,
-        hosts=residency.policy.computes_on_host,
+        hosts=hosts or residency.policy.computes_on_host,
         copies=open_copies(device or loaded.device),
     )

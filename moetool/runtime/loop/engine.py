@@ -19,6 +19,7 @@ import psutil
 from moetool.base.errors import MoetoolError
 from moetool.base.types import ForwardInfo
 from moetool.caching.devices import Pool
+from moetool.caching.machine_split import MachineSplit
 from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching.residency import Counts, Residency
 from moetool.models.loading import LoadedModel
@@ -28,6 +29,7 @@ from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import ExpertStore
 from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.loop.own_caches import OwnCaches
+from moetool.runtime.loop.split_guard import SplitGuard
 from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.recording.gate_log import ServeLog
 from moetool.runtime.recording.live_oracle import LiveOracle
@@ -58,6 +60,7 @@ class Engine:
 
     Attributes:
         host_order: order in which experts are read into host memory ahead of use, for display; empty: they are not.
+        split: split of misses between link and host; None: the policy places them.
 
     Effects: owns the model and the runtime. `start` starts the thread, `close` ends it, frees the runtime's threads and
         closes the model's files.
@@ -97,6 +100,10 @@ class Engine:
         self._oracle: LiveOracle | None = None
         self._changes: PolicyChanges | None = None
         self._share: MemoryShare | None = None
+        self.split: MachineSplit | None = None
+        self._guard: SplitGuard | None = None
+        self._splits = True  # the coming requests
+        self._decoding = 0  # requests of this forward, if all of them decode
         self._coming: list[PolicyChoice] = []  # in force from the next forward on
         self._changed: list[dict[str, Any]] = []
         self._save = save
@@ -140,6 +147,10 @@ class Engine:
             changes: switches policies (`change_policy`); None: the policy never changes.
         """
         self._oracle, self._changes = oracle, changes
+
+    def split_misses(self, split: MachineSplit, guard: SplitGuard | None) -> None:
+        """Use the residency's split as long as `guard` finds that faster; None: always."""
+        self.split, self._guard = split, guard
 
     def share_memory(self, share: MemoryShare) -> None:
         """Let long prompt chunks borrow expert slots from the next forward on; for a single CPU device."""
@@ -301,8 +312,10 @@ class Engine:
         `prefetch_recall` is the share of needed experts not kept in cache that were prefetched, in time or late. Rates
         are null before the first event. `experts` counts uses and loads by layer and by expert (`expert_map`). `oracle`
         compares the last forwards (`LiveOracle`), and `policy_changes` lists each new policy with its first forward.
-        `host_experts_read` is the order in which host memory is filled. `recorded_steps` says whether decode steps run
-        as programs (`moetool.runtime.steps`), or why not; null beside a GPU.
+        `host_experts_read` is the order in which host memory is filled. `host_compute` has the costs by which the host
+        computes misses, whether it does, and measured steps relative to those without; null where it never does.
+        `recorded_steps` says whether decode steps run as programs (`moetool.runtime.steps`), or why not; null beside a
+        GPU.
         """
         counts, read = self.residency.counts, self.store.stats
         fetched = counts.prefetched + counts.missed + counts.hosted
@@ -327,6 +340,7 @@ class Engine:
                 "generated": self._new_tokens,
             },
             "host_experts_read": self.host_order or None,
+            "host_compute": self._host_compute(),
             "recorded_steps": self._recorded_steps(),
             "expert_bytes": {"stored": self.spec.slot_bytes, "slot": self.store.files.slot_bytes},
             "dense_bytes": {"stored": self._stored_dense_bytes, "memory": self._dense_bytes},
@@ -347,6 +361,12 @@ class Engine:
             "process": psutil.Process().memory_info().rss,
         }
 
+    def _host_compute(self) -> dict[str, Any] | None:
+        if self.split is None:
+            return None
+        ended, ratio = (False, None) if self._guard is None else (self._guard.ended, self._guard.ratio)
+        return {**self.split.to_json(), "active": self.split.active, "ended": ended, "step_ratio": ratio}
+
     def _recorded_steps(self) -> dict[str, Any] | None:
         if not isinstance(self.batcher, Batcher):
             return {"refused": "its requests have caches of their own", "steps": 0, "calls": 0}
@@ -363,10 +383,11 @@ class Engine:
             self._commands.popleft()()
         if self.batcher.idle:
             return
+        self._decoding = 0
         self._forward_began = began = time.perf_counter()
         outputs = self.batcher.step()
         self._forward_began = None
-        self._forward_seconds += time.perf_counter() - began
+        self._forward_seconds += (seconds := time.perf_counter() - began)
         failed = any(output.finish == "error" for output in outputs)
         self._failures += failed
         self._after_forward(failed, ended={output.request for output in outputs if output.finish is not None})
@@ -374,6 +395,8 @@ class Engine:
             self._new_tokens += output.token is not None
             self._reused_tokens += output.reused
             self._deliver(output)
+        if self._guard is not None and not failed:
+            self._watch_split(self._guard, seconds)
         self._require_unchanged()
         if self._save is not None and time.monotonic() - self._saved > SAVE_SECONDS:
             self._saved = time.monotonic()
@@ -450,6 +473,8 @@ class Engine:
         self._in_forward = tuple(dict.fromkeys(batch.info.request_T))
         if _LOG.isEnabledFor(logging.DEBUG):
             self._at_begin = (batch.info, self.residency.counts, self.store.stats.stall_seconds)
+        self._decoding = 0 if batch.info.prefill else len(batch.info.request_T)
+        self._change_split(batch.info.forward_id)
         self._change_policy(batch.info.forward_id)
         self._reserve_slots(batch.info)
         if self._log is not None:
@@ -470,6 +495,23 @@ class Engine:
             self._changed.append({"forward": forward, "policy": choice.name})
             if self._log is not None:
                 self._log.on_change(forward, choice)
+
+    def _watch_split(self, guard: SplitGuard, seconds: float) -> None:
+        """Note a step, and choose between requests whether the split serves the next ones."""
+        if self._decoding:
+            guard.add(self._decoding, seconds)
+        if self.batcher.idle and not guard.ended:
+            self._splits = guard.choose()
+            if guard.ended:
+                _LOG.warning("the host computes no further misses: steps took %.2f x those without", guard.ratio)
+
+    def _change_split(self, forward: int) -> None:
+        """Begin or end the split before this forward."""
+        if self.split is None or self._splits == self.split.active:
+            return
+        self.split.active = self._splits
+        if self._log is not None:
+            self._log.on_split(forward, self._splits)
 
     def _reserve_slots(self, info: ForwardInfo) -> None:
         """Reserve expert slots for the next forward and the KV cache, or return them."""

@@ -74,6 +74,7 @@ class ServeLog:
         self._digest = DecisionDigest()
         self._costs: list[tuple[int, float, float]] = []
         self._changes: list[tuple[int, str, str]] = []
+        self._splits: list[tuple[int, int]] = []
         self._reserved_slots: list[tuple[int, int]] = []
         self._ends: list[tuple[int, int]] = []
         self._last: dict[int, int] = {}  # running requests, and the last forward of each
@@ -147,6 +148,10 @@ class ServeLog:
         """Record a policy change that applies from a forward on (`moetool.caching.policy_changes`)."""
         self._changes.append((forward, choice.policy, choice.pool))
 
+    def on_split(self, forward: int, splits: bool) -> None:
+        """Record whether the host computes some misses from a forward on (`moetool.caching.machine_split`)."""
+        self._splits.append((forward, int(splits)))
+
     def on_reserved_slots(self, forward: int, slots: int) -> None:
         """Record the number of expert slots reserved from a forward on (`Residency.reserve_slots`)."""
         self._reserved_slots.append((forward, slots))
@@ -202,6 +207,7 @@ class ServeLog:
             "reused_tokens": self._reused_tokens,
             **({"costs": list(self._costs)} if self._costs else {}),
             **({"changes": list(self._changes)} if self._changes else {}),
+            **({"splits": list(self._splits)} if self._splits else {}),
             **({"lent": list(self._reserved_slots)} if self._reserved_slots else {}),
             **({"ends": list(self._ends)} if self._ends else {}),
         }

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from moetool.base.errors import MismatchError, UsageError
+from moetool.caching.machine_split import MachineSplit, SplitCosts
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, replay, replay_served
 from tests.refusals import refused
 from tests.synthetic import make_spec, write_trace
+
+SPLIT = MachineSplit(make_spec(), SplitCosts(load_s=1.0, host_s=1.5)).to_json()
 
 
 def _log(folder: Path, **about: Any) -> Trace:
@@ -27,6 +30,15 @@ def test_a_change_holds_from_the_forward_that_the_server_counted(tmp_path: Path)
     late, early = (ReplaySetup(requests=frozenset(requests)) for requests in ((2, 3), (0, 1)))
     assert replay(trace, ["served"], [9000], late)[0].digest == _digest(trace, "lfu", late, "layer")
     assert replay(trace, ["served"], [9000], early)[0].digest == _digest(trace, "lru", early, "one")
+
+
+def test_a_split_holds_until_the_forward_that_the_server_counted(tmp_path: Path) -> None:
+    split = _log(tmp_path / "log", host_compute=SPLIT, splits=[[14, 0]])
+    late, early = (ReplaySetup(requests=frozenset(requests)) for requests in ((2, 3), (0, 1)))
+    both = replace(early, misses="both", split=SplitCosts(**SPLIT["costs"]))
+    assert replay(split, ["served"], [9000], late)[0].digest == _digest(split, "lru", late, "one")
+    assert replay(split, ["served"], [9000], early)[0].digest == _digest(split, "lru", both, "one")
+    assert _digest(split, "lru", both, "one") != _digest(split, "lru", early, "one")
 
 
 def _digest(trace: Trace, policy: str, setup: ReplaySetup, pool: str) -> str:
@@ -52,6 +64,10 @@ def _digest(trace: Trace, policy: str, setup: ReplaySetup, pool: str) -> str:
         ("lent", [[3]], r"lent\.0: .*a forward and a number of slots"),
         ("lent", [[3, -1]], r"lent\.0\.1: found -1"),
         ("lent", [[4, 1], [3, 0]], r"lent\.1\.0: found 3, expected 4 or more"),
+        ("splits", [[3, 1]], r"splits: .*none without host_compute"),
+        ("host_compute", {"costs": {}}, r"host_compute: .*costs, digest and host_experts"),
+        ("host_compute", {**SPLIT, "digest": "other"}, r"host_compute\.digest: found other"),
+        ("host_compute", {**SPLIT, "host_experts": 0}, r"host_compute\.host_experts: found 0"),
         ("ends", [[3, 0.5]], r"ends\.0: .*a forward and a request"),
         ("ends", [[3, -1]], r"ends\.0\.1: found -1"),
     ],

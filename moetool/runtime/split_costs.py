@@ -1,0 +1,202 @@
+"""Costs of a device's link and of the host's cores for the split of misses, measured at a model's first start here.
+
+They are kept in the user's cache folder, by machine, device and stored form of the experts. The parts that serve are
+timed: copies into slots, experts of the first layer on the host in one call, both at once, and products over slots.
+"""
+
+import hashlib
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool.base import durable
+from moetool.base.config import parse
+from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line
+from moetool.base.json_files import read_json
+from moetool.caching.machine_split import SplitCosts
+from moetool.caching.residency import Residency
+from moetool.costing.estimates import CPU_LAYER_S, GPU_LAYER_S
+from moetool.models.libraries import read_machine
+from moetool.models.loading import LoadedModel
+from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.experts.host_compute import HostCompute
+from moetool.runtime.experts.machines import ExpertPool
+from moetool.runtime.experts.pooled_experts import PooledExperts
+from moetool.runtime.experts.store import ExpertStore
+from moetool.runtime.warm_start import costs_file
+
+_LOG = logging.getLogger(__name__)
+_ROUNDS = 5
+_EXPERTS = 8  # most that are timed together
+_KNOWN = 32  # most that take turns
+_ROWS = (4, 16, 64)
+_LEAST_SHARE = 0.05  # of a rate while both work
+
+
+def split_costs(loaded: LoadedModel, residency: Residency, store: ExpertStore) -> SplitCosts:
+    """Return the kept costs, or measure and keep them.
+
+    A file that is damaged, or of another machine, is replaced, with a warning.
+
+    Args:
+        store: opened with `hosts`, before any load; its slots are overwritten.
+    """
+    facts = _facts(loaded, store)
+    path = costs_file(loaded.spec, hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12])
+    try:
+        return _read(path, facts)
+    except FileNotFoundError:
+        pass
+    except (MoetoolError, OSError) as error:
+        _LOG.warning("costs of link and host are measured again: %s", first_line(error))
+    costs = measure(loaded, residency, store)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.write_text(path, json.dumps({"measured_on": facts, "costs": asdict(costs)}, indent=1) + "\n")
+    except (MoetoolError, OSError) as error:
+        _LOG.warning("costs of link and host are not kept: %s", error)
+    return costs
+
+
+def measure(loaded: LoadedModel, residency: Residency, store: ExpertStore) -> SplitCosts:
+    """Measure link and host alone and together, and products on the device; arguments as for `split_costs`."""
+    host = HostCompute(store)
+    try:
+        with torch.inference_mode():
+            return _Measurement(loaded, PooledExperts(loaded, residency, ExpertPool(store, host)), host).costs()
+    finally:
+        host.close()
+
+
+def _facts(loaded: LoadedModel, store: ExpertStore) -> dict[str, Any]:
+    """What the costs depend on."""
+    device = store.copies.device
+    parts = store.views_of(0, 0)
+    forms = [[type(part).__name__, str(getattr(part, "dtype", "")), list(getattr(part, "shape", ()))] for part in parts]
+    return {
+        "machine": asdict(read_machine()),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "threads": torch.get_num_threads(),
+        "dtype": str(loaded.model.dtype),
+        "expert_bytes": [store.files.stored_bytes, store.files.slot_bytes],
+        "expert_parts": forms,
+    }
+
+
+def _read(path: Path, facts: dict[str, Any]) -> SplitCosts:
+    """Raises: MismatchError: the file is damaged, or was measured elsewhere; OSError."""
+    kept = read_json(path, advice="it is replaced")
+    if kept.get("measured_on") != facts:
+        raise MismatchError(f"{path} was measured on another machine or with other experts")
+    try:
+        return parse(SplitCosts, kept.get("costs", {}), "costs")
+    except UsageError as error:
+        raise MismatchError(f"{path} is damaged ({first_line(error)})") from None
+
+
+class _Measurement:
+    """Times the parts of one pool; experts take turns, so that processors' caches do not shorten the time."""
+
+    def __init__(self, loaded: LoadedModel, pooled: PooledExperts, host: HostCompute) -> None:
+        self._pooled, self._store, self._host, self._layer = pooled, pooled.store, host, loaded.layers[0]
+        self._hidden, self._dtype = loaded.spec.hidden_size, loaded.model.dtype
+        self._device = pooled.store.copies.device
+        buffers = self._store.host_pool_bytes // stride_of(self._store.files.stored_bytes)
+        # They stay in host memory meanwhile.
+        self._known = max(1, min(self._layer.form.num_experts, _KNOWN, buffers // 2))
+        self._turn = 0
+
+    def costs(self) -> SplitCosts:
+        read_s = statistics.median(_timed(partial(self._load, [key])) for key in range(self._known))
+        count = min(_EXPERTS, self._known, self._store.num_slots)
+        load_s = _median(lambda: self._load(self._next(count))) / count
+        few, many = (_median(partial(self._compute, number)) for number in (1, count))
+        host_s = (many - few) / (count - 1) if count > 1 and many > few else many / count
+        start_s = max(0.0, few - host_s)
+        shares = [self._together(load_s, host_s, start_s, count) for _ in range(_ROUNDS)]
+        host_knots = [
+            (rows, max(0.0, _median(partial(self._compute, count, rows)) - start_s) / count) for rows in _ROWS
+        ]
+        self._load(keys := range(count))
+        device_s, *device_knots = ((rows, _median(partial(self._multiply, keys, rows)) / count) for rows in (1, *_ROWS))
+        return SplitCosts(
+            load_s=load_s,
+            host_s=host_s,
+            device_s=device_s[1],
+            host_knots=tuple(host_knots),
+            device_knots=tuple(device_knots),
+            layer_s=GPU_LAYER_S if self._device.type == "cuda" else CPU_LAYER_S,
+            start_s=start_s,
+            link_share=statistics.median(link for link, _ in shares),
+            host_share=statistics.median(share for _, share in shares),
+            disk_s=max(0.0, read_s - load_s),
+        )
+
+    def _together(self, load_s: float, host_s: float, start_s: float, count: int) -> tuple[float, float]:
+        """Return the shares of their rates that link and host reach together; inverts `SplitCosts.together`."""
+        batches = max(1, round((start_s + count * host_s) / (count * load_s)))
+        computed = max(1, min(self._known, round((batches * count * load_s - start_s) / host_s)))
+        link_s, alone_s = batches * count * load_s, start_s + computed * host_s
+        with ThreadPoolExecutor(1) as thread:
+            began = time.perf_counter()
+            waiting = thread.submit(_timed, partial(self._compute, computed))
+            for _ in range(batches):
+                self._load(self._next(count))
+            link_end, host_end = time.perf_counter() - began, waiting.result()
+        both = min(link_end, host_end)
+        link, host = (
+            (link_s, alone_s - (host_end - link_end))
+            if link_end <= host_end
+            else (link_s - link_end + host_end, alone_s)
+        )
+        return tuple(min(1.0, max(_LEAST_SHARE, work / both)) for work in (link, host))  # type: ignore[return-value]
+
+    def _next(self, count: int) -> list[int]:
+        self._turn += count
+        return [(self._turn + number) % self._known for number in range(count)]
+
+    def _load(self, keys: Sequence[int]) -> None:
+        loads = [(key, slot) for slot, key in enumerate(keys)]
+        self._store.load_together(loads)
+        for key, slot in loads:
+            self._store.ready(key, slot)
+        self._finish()
+
+    def _compute(self, count: int, rows: int = 1) -> None:
+        keys = self._next(count)
+        xs = [self._input(rows) for _ in keys]
+        for finished in self._host.start(self._layer.form, keys, xs):
+            finished()
+        self._finish()
+
+    def _multiply(self, keys: Sequence[int], rows: int) -> None:
+        chosen = torch.tensor([list(keys)] * rows, device=self._device)
+        self._pooled.compute_some(self._layer, {key: key for key in keys}, self._input(rows), chosen)
+        self._finish()
+
+    def _input(self, rows: int) -> torch.Tensor:
+        return torch.full((rows, self._hidden), 0.02, dtype=self._dtype, device=self._device)
+
+    def _finish(self) -> None:
+        self._store.copies.finish(self._store.copies.mark())
+
+
+def _median(work: Callable[[], None]) -> float:
+    """Median seconds of a few rounds, after one that warms up."""
+    work()
+    return statistics.median(_timed(work) for _ in range(_ROUNDS))
+
+
+def _timed(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
