@@ -118,16 +118,19 @@ class _Measurement:
     def costs(self) -> SplitCosts:
         read_s = statistics.median(_timed(partial(self._load, [key])) for key in range(self._known))
         count = min(_EXPERTS, self._known, self._store.num_slots)
-        load_s = _median(lambda: self._load(self._next(count))) / count
-        few, many = (_median(partial(self._compute, number)) for number in (1, count))
+        load_s = _fastest(lambda: self._load(self._next(count))) / count
+        few, many = (_fastest(partial(self._compute, number)) for number in (1, count))
         host_s = (many - few) / (count - 1) if count > 1 and many > few else many / count
         start_s = max(0.0, few - host_s)
-        shares = [self._together(load_s, host_s, start_s, count) for _ in range(_ROUNDS)]
+        rounds = [self._together(load_s, host_s, start_s, count) for _ in range(_ROUNDS)]
+        link_share, host_share = max(rounds, key=sum)
         host_knots = [
-            (rows, max(0.0, _median(partial(self._compute, count, rows)) - start_s) / count) for rows in _ROWS
+            (rows, max(0.0, _fastest(partial(self._compute, count, rows)) - start_s) / count) for rows in _ROWS
         ]
         self._load(keys := range(count))
-        device_s, *device_knots = ((rows, _median(partial(self._multiply, keys, rows)) / count) for rows in (1, *_ROWS))
+        device_s, *device_knots = (
+            (rows, _fastest(partial(self._multiply, keys, rows)) / count) for rows in (1, *_ROWS)
+        )
         return SplitCosts(
             load_s=load_s,
             host_s=host_s,
@@ -136,8 +139,8 @@ class _Measurement:
             device_knots=tuple(device_knots),
             layer_s=GPU_LAYER_S if self._device.type == "cuda" else CPU_LAYER_S,
             start_s=start_s,
-            link_share=statistics.median(link for link, _ in shares),
-            host_share=statistics.median(share for _, share in shares),
+            link_share=link_share,
+            host_share=host_share,
             disk_s=max(0.0, read_s - load_s),
         )
 
@@ -190,10 +193,10 @@ class _Measurement:
         self._store.copies.finish(self._store.copies.mark())
 
 
-def _median(work: Callable[[], None]) -> float:
-    """Median seconds of a few rounds, after one that warms up."""
+def _fastest(work: Callable[[], None]) -> float:
+    """Seconds of the fastest of a few rounds, after one that warms up: other processes only add to them."""
     work()
-    return statistics.median(_timed(work) for _ in range(_ROUNDS))
+    return min(_timed(work) for _ in range(_ROUNDS))
 
 
 def _timed(work: Callable[[], None]) -> float:
