@@ -1,6 +1,7 @@
 """Train predictors on several traces under several seeds; score them on requests and a task that they have not seen."""
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -168,8 +169,9 @@ def _options(name: str, trace: Trace, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def _trained(name: str, trace: Trace, work: Path, options: Mapping[str, Any], fit: FitOptions, seed: int) -> Path:
-    """Return the folder of a predictor, which is trained unless an earlier run has."""
-    folder = work / f"{name}-{_digest(trace.sha256, dict(options), asdict(fit), seed)}"
+    """Return the folder of a predictor, which is trained unless an earlier run has, by the same code."""
+    code = inspect.getsource(plugins.load("predictor", name))
+    folder = work / f"{Path(name).name}-{_digest(code, trace.sha256, dict(options), asdict(fit), seed)}"
     if not folder.exists():
         train(name, trace.path, folder, options=options, fit=fit, seed=seed)
     return folder

@@ -34,7 +34,8 @@ def figures(made: BenchResult) -> dict[str, ExperimentResult]:
             words = f"{row['paper']} {row['id']}" if len(made.facts["papers"]) > 1 else row["id"]
             stem = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
             name = next(one for number in itertools.count(2) for one in (stem, f"{stem}-{number}") if one not in founds)
-            founds[name] = ExperimentResult(**{field.name: row[field.name] for field in fields(ExperimentResult)})
+            known = {field.name: row[field.name] for field in fields(ExperimentResult) if field.name in row}
+            founds[name] = ExperimentResult(**known)
     return founds
 
 

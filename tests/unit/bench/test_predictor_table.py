@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moetool.base import plugins
 from moetool.base.errors import UsageError
 from moetool.bench import predictor_table
 from moetool.bench.predictor_table import PredictorTableOptions, bench_predictors, tables
@@ -60,6 +61,19 @@ def test_rows_are_evaluations_of_each_seed(routes: Path, tmp_path: Path, monkeyp
     assert [row["match"] for row in repeated.rows if "seed" in row] == [
         row["match"] for row in made.rows if "seed" in row
     ]
+
+
+def test_a_changed_predictor_of_a_file_is_trained_again_in_the_work_folder(routes: Path, tmp_path: Path) -> None:
+    file = tmp_path / "lab" / "mine.py"
+    file.parent.mkdir()
+    work = tmp_path / "work"
+    for remark in ("", "# changed\n"):
+        file.write_text(f"{remark}from predictors.affinity import *\n")
+        plugins.allow("predictor", str(file))
+        options = PredictorTableOptions(predictors=(str(file),), seeds=1)
+        bench_predictors([routes], options, work)
+    assert len(list(work.glob("mine.py-*"))) == 2
+    assert not [path for path in file.parent.iterdir() if path.name.startswith("mine.py-")]
 
 
 def _parts(folder: Path) -> list[Trace]:
