@@ -185,7 +185,7 @@ def _expert(checkpoint: Checkpoint, dtype: torch.dtype, device: str, share: floa
     form, weights = checkpoint.layers[0].form, checkpoint.declared_dtype
     if checkpoint.quantization and checkpoint.slot_bytes(dtype) == form.num_elements * dtype.itemsize:
         weights = dtype  # unpacked, in slots
-    return expert_curve(form, int(checkpoint.config.hidden_size), weights, dtype, device, share, files)
+    return expert_curve(form, form.input_size, weights, dtype, device, share, files)
 
 
 def _disk(checkpoint: Checkpoint, fastest: torch.dtype | None, scratch: Path, share: float) -> tuple[LoadCosts, ...]:

@@ -6,5 +6,5 @@ loop/                        the engine's thread: batches, forwards, sampling; w
 kv/                          pages of the KV cache
 experts/                     the pool and its tiers; returned_memory
 recording/                   gate logs
-warm_start, policy_state     what a server keeps for its next start
+warm_start, policy_state     what a server keeps for its next start; so do split_costs, of link and host
 """

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -108,7 +109,7 @@ class _Measurement:
 
     def __init__(self, loaded: LoadedModel, pooled: PooledExperts, host: HostCompute) -> None:
         self._pooled, self._store, self._host, self._layer = pooled, pooled.store, host, loaded.layers[0]
-        self._hidden, self._dtype = loaded.spec.hidden_size, loaded.model.dtype
+        self._dtype = loaded.model.dtype
         self._device = pooled.store.copies.device
         buffers = self._store.host_pool_bytes // stride_of(self._store.files.stored_bytes)
         # They stay in host memory meanwhile.
@@ -151,7 +152,7 @@ class _Measurement:
         link_s, alone_s = batches * count * load_s, start_s + computed * host_s
         with ThreadPoolExecutor(1) as thread:
             began = time.perf_counter()
-            waiting = thread.submit(_timed, partial(self._compute, computed))
+            waiting = thread.submit(self._host_alone, computed)
             for _ in range(batches):
                 self._load(self._next(count))
             link_end, host_end = time.perf_counter() - began, waiting.result()
@@ -162,6 +163,12 @@ class _Measurement:
             else (link_s - link_end + host_end, alone_s)
         )
         return tuple(min(1.0, max(_LEAST_SHARE, work / both)) for work in (link, host))  # type: ignore[return-value]
+
+    def _host_alone(self, count: int) -> float:
+        """Return the seconds of experts on the host; their rows do not queue behind the loads of another thread."""
+        cuda = self._device.type == "cuda"
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self._device)) if cuda else nullcontext():
+            return _timed(partial(self._compute, count))
 
     def _next(self, count: int) -> list[int]:
         self._turn += count
@@ -187,7 +194,7 @@ class _Measurement:
         self._finish()
 
     def _input(self, rows: int) -> torch.Tensor:
-        return torch.full((rows, self._hidden), 0.02, dtype=self._dtype, device=self._device)
+        return torch.full((rows, self._layer.form.input_size), 0.02, dtype=self._dtype, device=self._device)
 
     def _finish(self) -> None:
         self._store.copies.finish(self._store.copies.mark())

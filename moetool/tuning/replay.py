@@ -173,7 +173,7 @@ class ReplaySetup:
         timeline: which of the profile's devices, data types and tiers.
         misses: `load`, or a mode of `moetool.caching.machine_split` for policies that do not compute on the host
             themselves, by the costs of the profile or `split`.
-        split: costs of the split; None: those of the profile.
+        split: costs by which the split decides; None: those of the profile, which times follow in any case.
         host_experts: experts that host memory holds, for the split; None: all.
         split_changes: recorded forwards, and whether the split is used from there on.
         devices: number of devices that share the model (`moetool.caching.devices`), with equal parts of the budget.
@@ -438,8 +438,8 @@ class _Run:
         self.columns = policies[0].columns
         self._digest = DecisionDigest()
         self._split: MachineSplit | None = None
-        if costs is not None and setup.misses != "load":
-            self._split = MachineSplit(self._spec, costs, setup.misses, setup.host_experts)
+        if (decides := setup.split or costs) is not None and setup.misses != "load":
+            self._split = MachineSplit(self._spec, decides, setup.misses, setup.host_experts)
         self._residency = open_pool(
             policies,
             self._digest,
@@ -683,7 +683,7 @@ def require_place(misses: str, on_disk: bool) -> None:
 
 
 def _split_costs(setup: ReplaySetup, prices: Prices | None) -> SplitCosts | None:
-    """Return the costs of link and host; None if they are unknown and all misses are loaded.
+    """Return the costs of link and host, by which times are told; None if they are unknown.
 
     Raises:
         UsageError: an unknown place of misses, several devices, no costs, or experts on disk.
@@ -691,12 +691,12 @@ def _split_costs(setup: ReplaySetup, prices: Prices | None) -> SplitCosts | None
     on_disk = prices is not None and setup.timeline.tier == "disk"
     require_place(setup.misses, on_disk)
     splits = setup.misses != "load"
-    costs = setup.split
     if on_disk:
         return None  # reads bound a token, whatever link and host reach
-    if costs is None and prices is not None and (splits or prices.host_costs()):
+    costs = setup.split if prices is None else None
+    if prices is not None and (prices.host_costs() or (splits and setup.split is None)):
         costs = prices.split_costs()
-    if splits and (costs is None or setup.devices > 1):
+    if splits and ((costs or setup.split) is None or setup.devices > 1):
         raise UsageError(
             f"misses {setup.misses!r} needs one device beside a host and the costs of both; name a machine with "
             f"--machine, or give a profile with --set timeline.device=cuda"

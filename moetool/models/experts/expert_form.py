@@ -95,6 +95,11 @@ class ExpertForm:
         return len(self.parts) == 4
 
     @property
+    def input_size(self) -> int:
+        """Numbers in a row of an expert's input, in some families other than the model's hidden states."""
+        return self.parts[0].shape[0 if self.up_transposed else 1]
+
+    @property
     def num_elements(self) -> int:
         """Numbers in one expert."""
         return sum(torch.Size(part.shape).numel() for part in self.parts)

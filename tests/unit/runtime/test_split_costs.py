@@ -15,8 +15,9 @@ from moetool.models.loading import load_lazy
 from moetool.runtime import split_costs as module
 from moetool.runtime.experts.copies import CpuCopies
 from moetool.runtime.experts.store import open_store
-from moetool.runtime.split_costs import split_costs
+from moetool.runtime.split_costs import measure, split_costs
 from moetool.runtime.warm_start import kept_models
+from tests import families
 from tests.streams import SlowLink
 
 LOAD_S = 1e-3
@@ -40,6 +41,21 @@ def parts(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     loaded.close()
 
 
+def test_experts_with_another_input_than_the_hidden_states_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families.require_known("nemotron_h")
+    families.save("nemotron_h", tmp_path / "latent", moe_latent_size=16)
+    monkeypatch.setattr("moetool.runtime.experts.copies.CpuCopies", _Link)
+    loaded = load_lazy(Checkpoint.open(tmp_path / "latent"), torch.float32)
+    residency = Residency(build_policy("lru", loaded.spec, {}, 6))
+    store = open_store(loaded, residency, hosts=True)
+    assert loaded.layers[0].form.input_size == 16 != loaded.spec.hidden_size
+    assert measure(loaded, residency, store).host_s > 0
+    store.close()
+    loaded.close()
+
+
 def test_costs_are_measured_once_and_again_where_the_file_is_wrong(
     parts: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -49,11 +65,11 @@ def test_costs_are_measured_once_and_again_where_the_file_is_wrong(
     (kept,) = kept_models()
     measured: list[int] = []
 
-    def measure(*arguments: Any) -> Any:
+    def made_up(*arguments: Any) -> Any:
         measured.append(1)
         return made
 
-    monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(module, "measure", made_up)
     assert split_costs(*parts) == made and not measured and not caplog.records
     whole = kept.path.read_text(encoding="utf-8")
     values = json.loads(whole)

@@ -164,6 +164,9 @@ def test_misses_are_split_between_link_and_host_by_the_profile(trace: Trace) -> 
             assert row.bound_s == row.to_json()["tpot_link_and_host_bound_s"]
         costs = SplitCosts(load_s=10e-9, host_s=12e-9, device_s=1e-9, layer_s=4e-9)
         assert replay(trace, [policy], [4000], ReplaySetup(misses="both", split=costs))[0].digest == both.digest
+        elsewhere = SplitCosts(load_s=1e-12, host_s=1.0)  # of a server's log; times follow from the profile
+        (row,) = replay(trace, [policy], [4000], replace(setup, misses="both", split=elsewhere))
+        assert row.bound_s == load.bound_s
     static = {found["static_split", place].digest for place in ("load", "host", "both")}
     assert len(static) == 1 and found["static_split", "both"].misses == "own"
     for wrong, match in (({"misses": "some"}, "some"), ({"misses": "both", "profile": None}, "both")):
