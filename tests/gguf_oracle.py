@@ -22,6 +22,7 @@ _YARN = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
     **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7},
 }
+_PLAIN_YARN = {key: value for key, value in _YARN.items() if "mscale" not in key}
 _VISION_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("mixtral", {"intermediate_size": 16}),
@@ -58,6 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{"num_hidden_layers": 3, "intermediate_size": 32, "moe_intermediate_size": 32, "sliding_window": 8},
             "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+            "rope_parameters": _PLAIN_YARN,  # of layers that compress
         },
     ),
     "exaone-moe": ("exaone_moe", {"num_hidden_layers": 4, "num_shared_experts": 1, "sliding_window": 8}),
@@ -70,6 +72,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_hidden_layers": 4, "sliding_window": 8, "moe_routed_scaling_factor": 2.5},
             "layer_types": ["full_attention", *["sliding_attention"] * 3],
             "num_attention_heads_per_layer": [4, 4, 2, 4],
+            "rope_parameters": {
+                "full_attention": {**_PLAIN_YARN, "partial_rotary_factor": 0.5, "attention_factor": 0.9},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 1.0},
+            },
         },
     ),
     "mellum": ("mellum", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
@@ -148,7 +154,7 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
         if name == "hunyuan-moe":
             hparams |= {key: [value] * 2 for key, value in _BY_LAYER.items()}
         if name == "deepseek4":
-            hparams |= {**_HASHED, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+            hparams |= {**_HASHED, "rope_parameters": _PLAIN_YARN}
         Converted(folder, gguf.LlamaFileType.MOSTLY_F16, file, eager=True, hparams=hparams).write()
     return file
 

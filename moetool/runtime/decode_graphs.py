@@ -128,6 +128,7 @@ class DecodeGraphs:
         self._locate = locate
         self._layer_of = {layer.experts: layer for layer in layers}
         self._modules = [module for module in model.modules() if module is not model]
+        self._embeddings = [module for module in self._modules if isinstance(module, StoredEmbedding)]
         self._pool = torch.cuda.graph_pool_handle()
         self._programs: OrderedDict[Any, _Program | None] = OrderedDict()  # None: seen once
         self._failed = False
@@ -160,11 +161,12 @@ class DecodeGraphs:
         if self._failed or num_requests > _MOST_REQUESTS:
             return None
         hooked = [module for module in self._modules if module._forward_pre_hooks or module._forward_hooks]
-        if any(inner in self._layer_of for module in hooked for inner in list(module.modules())[1:]):
+        apart = {*self._layer_of, *self._embeddings}
+        if any(inner in apart for module in hooked for inner in list(module.modules())[1:]):
             return None  # a gap within a gap
         whole = self._runtime.defers_events and not hooked
         gaps = [] if whole else [*self._layer_of, *(module for module in hooked if module not in self._layer_of)]
-        gaps += [module for module in self._modules if isinstance(module, StoredEmbedding) and module not in gaps]
+        gaps += [module for module in self._embeddings if module not in gaps]
         key = (num_requests, room, whole, *map(id, hooked))
         if key not in self._programs:
             self._programs[key] = None

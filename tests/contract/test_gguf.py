@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,6 +90,25 @@ def test_every_architecture_with_experts_is_read_or_refused_by_name() -> None:
         with refused(UsageError, name, UNREAD.get(name, "another model")) as caught:
             find_architecture(Metadata(name, {}, {}))
         assert ("Hugging Face" in str(caught.value)) == (UNREAD.get(name) in CONFIG_MAPPING), name
+
+
+def _config(name: str, **changed: Any) -> dict[str, Any]:
+    """Config of a golden file whose header is changed, `None` leaving a value out."""
+    header = read_gguf_header(GOLDEN / f"{name}.gguf")
+    values = header.metadata | {f"{name}.{key}": value for key, value in changed.items()}
+    left = {key: value for key, value in values.items() if value is not None}
+    return READ[name].config(Metadata(name, left, {stored: tensor.shape for stored, tensor in header.tensors.items()}))
+
+
+def test_what_headers_of_other_models_lack_is_as_in_llama_cpp() -> None:
+    """No windows: full attention; no score function of cohere2moe: sigmoid; no list of indexers: by their tensors."""
+    families.require_known("laguna")
+    made = _config("laguna", **{"attention.sliding_window": None})
+    assert families.config("laguna", num_hidden_layers=4, **made).layer_types == ["full_attention"] * 4
+    assert _config("cohere2moe", expert_gating_func=None)["expert_selection_fn"] == "sigmoid"
+    assert _config("cohere2moe", expert_gating_func=1)["expert_selection_fn"] == "softmax"
+    assert _config("glm-dsa", **{"attention.indexer.types": None})["indexer_types"] == ["full", "shared"]
+    assert _config("glm-dsa", **{"attention.indexer.types": [True] * 2})["indexer_types"] == ["full"] * 2
 
 
 def test_on_text_qwen3_vl_is_the_family_that_serves_its_text_part() -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moetool.base.errors import UsageError
-from moetool.models.gguf.metadata import SIGMOID, SOFTMAX, Metadata
+from moetool.models.gguf.metadata import SOFTMAX, Metadata
 
 
 def common_config(meta: Metadata) -> dict[str, Any]:
@@ -79,6 +79,7 @@ def _rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
             ("beta_fast", "yarn_beta_fast"),
             ("beta_slow", "yarn_beta_slow"),
             ("attention_factor", "attn_factor"),
+            ("attention_factor", "yarn_attn_factor"),  # the name that llama.cpp's converter writes
         ):
             if (value := meta.get(f"rope.scaling.{key}")) is not None:
                 made[name] = value
@@ -150,8 +151,11 @@ def _indexer(meta: Metadata) -> dict[str, Any]:
 
 
 def indexed(meta: Metadata) -> dict[str, Any]:
-    """Config of DeepSeek-like families with sparse attention."""
-    indexers = meta.layers_with("indexer.attn_k.weight")
+    """Config of DeepSeek-like families with sparse attention; files before GLM-5.2 do not list the indexers."""
+    if meta.get("attention.indexer.types") is None:
+        indexers = meta.layers_with("indexer.attn_k.weight")
+    else:
+        indexers = by_layer(meta, "attention.indexer.types")
     return {
         **deepseek(meta),
         **_indexer(meta),
@@ -300,8 +304,9 @@ def laguna(meta: Metadata) -> dict[str, Any]:
         "rope_theta": meta.get("rope.freq_base_swa", rope["rope_theta"]),
         "partial_rotary_factor": meta.get("rope.dimension_count_swa", head_dim) / head_dim,
     }
+    window = _sliding(meta, full=0)
     return {
-        **_sliding(meta, full=0),
+        **{key: value for key, value in window.items() if value is not None},  # Laguna-M.1 has no windows
         "num_experts": meta.num_experts,
         "num_attention_heads_per_layer": heads,
         "gating": "per-head" if meta.shapes["blk.0.attn_gate.weight"][0] == heads[0] else "per-element",
@@ -323,7 +328,7 @@ def cohere2(meta: Metadata) -> dict[str, Any]:
         "logit_scale": meta("logit_scale"),
         "rms_norm_eps": meta.get("attention.layer_norm_rms_epsilon"),
         "layer_norm_eps": meta.get("attention.layer_norm_epsilon"),
-        "expert_selection_fn": "sigmoid" if meta.gating == SIGMOID else "softmax",
+        "expert_selection_fn": "softmax" if meta.get("expert_gating_func") == SOFTMAX else "sigmoid",
         "norm_topk_prob": meta.get("expert_weights_norm", False),
     }
 
