@@ -12,8 +12,8 @@ import functools
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
+from moetool.kernels.cpu import many_rows
 from moetool.kernels.unpacking import unpack_pairs, write_dense
 
 FEW_ROWS = 128
@@ -183,7 +183,7 @@ class KernelWeight(NamedTuple):
         made = [
             product(block.ordered(x), block.words, block.pairs_GO2)
             if few
-            else functional.linear(block.ordered(x), self._dense(block, x.dtype))
+            else many_rows.linear(block.ordered(x), self._dense(block, x.dtype))
             for block in self.blocks
         ]
         return made[0] if len(made) == 1 else torch.cat(made, dim=1)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moetool.kernels.cpu import many_rows
 from moetool.kernels.cpu.compiled import BLOCK_ROWS, find_kernel
 from moetool.kernels.cpu.dots import RowJob, RowShape
 from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
@@ -237,7 +238,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     num_outputs, num_inputs = weight.shape
     rows = input.numel() // num_inputs
     if rows == 0 or (rows > MAX_ROWS and rows > max_rows(weight, input.dtype)):
-        return torch.nn.functional.linear(input, weight, bias)
+        return many_rows.linear(input, weight, bias)
     job = RowsOf(weight, range(rows), range(rows))
     output = scattered_products(input.reshape(rows, num_inputs), [job], rows)
     output = output.view(*input.shape[:-1], num_outputs)

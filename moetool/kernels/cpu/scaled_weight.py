@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
+from moetool.kernels.cpu import many_rows
 from moetool.kernels.cpu.blocks import row_order
 from moetool.kernels.cpu.compiled import BLOCK_ROWS, RowKernel, find_kernel
 from moetool.kernels.cpu.dots import SCALE_BYTES, RowJob, RowShape
@@ -74,7 +74,7 @@ class ScaledWeight(NamedTuple):
             with torch.inference_mode(False):
                 memory = _scratch.memory = torch.empty(size, dtype=torch.bfloat16)
         dense = self._unpacked(memory[:size].view(self.shape))
-        return functional.linear(x, dense.to(x.dtype))
+        return many_rows.linear(x, dense.to(x.dtype))
 
     def _parts(self, step: int) -> "Iterator[ScaledWeight]":
         """Yield this number of rows at a time; each part begins with a row of scales, or all share one."""

@@ -10,9 +10,8 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from moetool.kernels.cpu import matmul
+from moetool.kernels.cpu import many_rows, matmul
 from moetool.kernels.cpu.gates import gate_of
 from moetool.kernels.cpu.matmul import RowsOf
 from moetool.kernels.cpu.scaled_weight import ScaledWeight, StackedWeight
@@ -285,4 +284,4 @@ def _product(x: torch.Tensor, weight: Weight, transposed: bool) -> torch.Tensor:
     elif not isinstance(weight, torch.Tensor) and not transposed:
         return weight.times(x)
     dense = weight.to(x.dtype)
-    return x @ dense if transposed else F.linear(x, dense)
+    return x @ dense if transposed else many_rows.linear(x, dense)

@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
+from moetool.kernels.cpu import many_rows
 from moetool.kernels.cpu.int4 import KernelWeight
 from moetool.kernels.cpu.scaled_weight import ScaledWeight, StackedWeight
 from moetool.models.weights.format import STORED_DTYPES, Codec, Dense, Stored, StoredWeight, unpack
@@ -30,7 +30,7 @@ class LazyWeight(NamedTuple):
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, I] times the transposed weight [O, I], in the type of `x`."""
-        return functional.linear(x, self.to(x.dtype))
+        return many_rows.linear(x, self.to(x.dtype))
 
 
 Weight = torch.Tensor | PackedWeight | KernelWeight | ScaledWeight | StackedWeight | LazyWeight

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from moetool.base.errors import UsageError
+from moetool.kernels.cpu import many_rows
 from moetool.kernels.unpacking import CHUNK, dense, unpack_pairs, write_dense
 
 FORMAT = "pack-quantized"
@@ -200,7 +201,7 @@ class PackedWeight(NamedTuple):
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, I] times the transposed weight, in the type of `x`."""
-        return functional.linear(x, self.to(x.dtype))
+        return many_rows.linear(x, self.to(x.dtype))
 
     @property
     def nbytes(self) -> int:
