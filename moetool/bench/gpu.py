@@ -126,6 +126,7 @@ def host_bandwidth(device: torch.device) -> float:
 
 def tables(made: BenchResult) -> Iterator[Any]:
     """One table, a row per measured cell, and why others were not measured."""
+    layers = made.options.get("layers")  # files of earlier versions may lack it
     yield table(
         f"{made.facts['device']}: {made.facts['host_bytes_s'] / 1e9:.1f} GB/s from host memory",
         [row for row in made.rows if "why" not in row],
@@ -136,7 +137,7 @@ def tables(made: BenchResult) -> Iterator[Any]:
             "prefill s": ("prefill_s", ".3f"),
             "ms/token": (lambda row: 1e3 * row["decode_s"], ".2f"),
             "p95": (lambda row: 1e3 * row["decode_p95_s"], ".2f"),
-            "ms/layer": (lambda row: 1e3 * row["decode_s"] / made.options["layers"], ".2f"),
+            "ms/layer": (lambda row: layers and 1e3 * row["decode_s"] / layers, ".2f"),
             "MB/token": ("moved_token_bytes", "MB"),
             "bound ms": ("bound_s", "ms"),
             "hits": ("hit_rate", ".2f"),

@@ -155,7 +155,7 @@ def memory_bandwidth(threads: int, num_bytes: int = 2**29, rounds: int = 12) -> 
 def tables(made: BenchResult) -> Iterator[Any]:
     """One table, a row per measured cell, and why others were not measured."""
     facts = made.facts
-    bound = facts["bound_tokens_s"]
+    bound, layers = facts["bound_tokens_s"], facts.get("layers")  # files of earlier versions lack layers
     yield table(
         f"{facts['model']}, {made.options['threads']} threads",
         [row for row in made.rows if "why" not in row],
@@ -167,14 +167,15 @@ def tables(made: BenchResult) -> Iterator[Any]:
             "slowest": ("slowest_tokens_s", ".1f"),
             "MB read/token": ("read_token_bytes", "MB"),
             "x bound": (lambda row: bound / row["decode_tokens_s"], ".2f"),
-            "fixed ms/layer": (lambda row: 1e3 * (1 / row["decode_tokens_s"] - 1 / bound) / facts["layers"], ".2f"),
+            "fixed ms/layer": (lambda row: layers and 1e3 * (1 / row["decode_tokens_s"] - 1 / bound) / layers, ".2f"),
         },
     )
     yield from not_measured(made, lambda row: f"{row['engine']}, memory {_memory(row['memory_bytes'])}")
     yield (
         f"A token reads {facts['token_bytes'] / 1e6:.0f} MB of weights; memory gives "
-        f"{facts['memory_bytes_s'] / 1e9:.1f} GB/s: bound {bound:.1f} tokens/s. 'fixed' is a token's time beyond that, "
-        f"divided by {facts['layers']} layers."
+        f"{facts['memory_bytes_s'] / 1e9:.1f} GB/s: bound {bound:.1f} tokens/s."
+        + f" 'fixed' is a token's time beyond that, divided by {layers} layers."
+        * (layers is not None)
     )
     for row in made.rows:
         if row.get("decode_tokens_s", 0.0) > bound:

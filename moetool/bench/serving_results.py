@@ -98,8 +98,8 @@ def tables(made: BenchResult) -> Iterator[Any]:
         f"disk: whole experts at {max(rates.values()) / 1e9:.2f} GB/s, {max(rates, key=rates.get)} at a time, {cache}; "
         f"{facts['threads']} compute and {options['io_threads']} I/O threads, {facts['dtype']}"
     )
-    for row in made.of(policy=RESIDENT):
-        layers = facts["layers"]
+    layers = facts.get("layers")  # files of earlier versions lack it
+    for row in made.of(policy=RESIDENT) if layers else ():
         yield (
             f"{layers} MoE layers; with all in memory a token takes {1e3 * row['token_cpu_s'] / layers:.2f} ms of "
             "processor time a layer, weights included"

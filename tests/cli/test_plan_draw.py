@@ -8,7 +8,9 @@ import pytest
 from moetool.base.tables import unbroken
 from moetool.caching.plan import CachePlan
 from moetool.report.figures.frontier import draw_frontier
+from moetool.trace.reader import Trace
 from tests.command_line import exit_code
+from tests.plans import choose_cache
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
@@ -36,7 +38,11 @@ def test_the_frontier_is_drawn(
     assert all(point["policy"] in text for point in plan.frontier)
     evidence = {row["policy"]: row for row in plan.evidence}
     assert f"<td>{evidence['belady']['hit_rate_decode']:.3f}</td>" in text and unbroken(plan.reason) in text
-    assert f"<td>{evidence['static_split']['host_bytes_per_decode_token'] / 1e6:,.3f}</td>" in text  # as in the reason
+    hosted = choose_cache(Trace(trace), 5_000_000, policies=["static_split"])
+    hosted.save(tmp_path / "hosted.json")
+    assert exit_code(monkeypatch, "report", tmp_path / "hosted.json", "--out", page, "--overwrite") == 0
+    (on_host,) = [row["host_bytes_per_decode_token"] for row in hosted.evidence if row["policy"] == "static_split"]
+    assert on_host > 0 and f"<td>{on_host / 1e6:,.3f}</td>" in page.read_text()
     capsys.readouterr()
     planning = ("--overwrite", *planning)
     assert _run(monkeypatch, *planning, tmp_path / "frontier.gif") == 2
