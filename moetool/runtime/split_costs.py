@@ -79,7 +79,7 @@ def measure(loaded: LoadedModel, residency: Residency, store: ExpertStore) -> Sp
 
 
 def _facts(loaded: LoadedModel, store: ExpertStore) -> dict[str, Any]:
-    """What the costs depend on."""
+    """Values that the costs depend on."""
     device = store.copies.device
     parts = store.views_of(0, 0)
     forms = [[type(part).__name__, str(getattr(part, "dtype", "")), list(getattr(part, "shape", ()))] for part in parts]
