@@ -14,13 +14,13 @@ from torch.nn.functional import linear as torch_linear
 _LEAST_ROWS = 8
 """Below, reading the weight as float32 costs more than it saves."""
 _LEAST_NUMBERS = 2**18
-"""Of a weight: smaller ones lie in the cache, and are many in a step."""
+"""Of a weight: smaller ones keep torch's product, and its bits. Where it pays for them was not measured."""
 _BLOCK_NUMBERS = 2**18  # 1 MB of float32: half of a core's second-level cache
 
 
 @functools.cache
 def lacks_bfloat16_products() -> bool:
-    """Whether torch multiplies bfloat16 on this CPU without AVX-512 or better."""
+    """Whether torch multiplies bfloat16 on this x86 CPU with AVX2 or less, where its product is slow."""
     return platform.machine().lower() in ("x86_64", "amd64") and torch.backends.cpu.get_cpu_capability() in (
         "AVX2",
         "DEFAULT",
