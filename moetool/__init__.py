@@ -76,7 +76,7 @@ import os
 # Instead of typing's, whose slow import would delay the handler of Ctrl-C.
 TYPE_CHECKING = False
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "CaptureOptions": "capture.run:CaptureOptions",
