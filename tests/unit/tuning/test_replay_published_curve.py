@@ -28,7 +28,7 @@ def published() -> dict[tuple[str, int], dict[str, str]]:
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     out = tmp_path_factory.mktemp("published") / "trace"
-    import_trace([QWEN], "route_csv", out)
+    import_trace([QWEN], None, out)
     return Trace(out)
 
 

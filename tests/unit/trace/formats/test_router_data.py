@@ -120,9 +120,12 @@ def test_all_published_counts_of_the_parquet_files_are_met(tmp_path: Path) -> No
     with (GPT_OSS / "requests.csv").open(newline="") as file:
         rows_of = {row["file"]: row for row in csv.DictReader(file)}
     compared = 0
-    for dataset in sorted({row["dataset"] for row in rows_of.values()}):
-        if not (GPT_OSS / f"{dataset}.parquet").is_file():
-            continue
+    with_counts = {rows_of[key]["dataset"] for key in oracle()}
+    here = {file.stem for file in GPT_OSS.glob("*.parquet")}
+    # of gpqa_diamond, the file of the test above is here
+    gpqa = {f"gpqa_{part}" for part in ("diamond", "extended", "main")}
+    assert with_counts - here == {"mmlu_dev", "mmlu_pro_validation", "mmlu_validation", "sorry_bench_base", *gpqa}
+    for dataset in sorted(with_counts & here):
         wanted = {key: entry for key, entry in oracle().items() if rows_of[key]["dataset"] == dataset}
         made = import_trace([GPT_OSS / f"{dataset}.parquet"], None, tmp_path / dataset)
         trace = Trace(tmp_path / dataset)
@@ -138,4 +141,4 @@ def test_all_published_counts_of_the_parquet_files_are_met(tmp_path: Path) -> No
             expected = published_counts(entry, 24, 32)
             assert np.allclose(count_experts(trace.spec, first.experts_TS), expected, atol=1e-6), key
             compared += 1
-    assert compared == 22  # all of mmlu_test; the oracle's other data sets have no file here
+    assert compared == 22 and with_counts & here == {"mmlu_test"}

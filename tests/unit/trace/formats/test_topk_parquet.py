@@ -1,9 +1,12 @@
 """Routes of real models go through the engines' formats and come back, and replay the same."""
 
+import csv
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 
 from moetool.trace.edit import head
 from moetool.trace.foreign.exporting import export_trace
@@ -11,7 +14,7 @@ from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.tuning.replay import replay
-from tests.published_routes import DEEPSEEK, QWEN, needs_routes
+from tests.published_routes import DEEPSEEK, QWEN, SHARED, needs_routes
 
 pytestmark = needs_routes
 
@@ -35,14 +38,26 @@ def test_deepseek_v2_lite_goes_through_vllm_and_replays_the_same(tmp_path: Path)
     assert before.counts == after.counts and before.counts.hit_rate > 0
 
 
-def test_deepseek_v2_lite_comes_back_as_published(tmp_path: Path) -> None:
-    file = DEEPSEEK / "translation.parquet"
-    import_trace([file], "topk_parquet", tmp_path / "t")
+@pytest.mark.parametrize("file", sorted(SHARED.glob("data/routes/*/*.parquet")), ids=lambda file: file.stem)
+def test_published_files_come_back_as_they_are(file: Path, tmp_path: Path) -> None:
+    assert import_trace([file], None, tmp_path / "t").format == "topk_parquet"
     export_trace(tmp_path / "t", "topk_parquet", tmp_path / "out.parquet")
     given, made = pq.read_table(file), pq.read_table(tmp_path / "out.parquet")
-    for name in ("position", "expert_ids", "weights"):
-        assert given[name].to_pylist() == made[name].to_pylist()
-    assert (made.schema.metadata[b"task"], made.schema.metadata[b"num_experts"]) == (b"translation", b"64")
+    assert given["position"].to_pylist() == made["position"].to_pylist()
+    for name in ("expert_ids", "weights"):
+        mine, theirs = (table[name].combine_chunks().flatten().to_numpy() for table in (made, given))
+        assert np.array_equal(mine, theirs)
+    for fact in (b"task", b"num_experts"):
+        assert made.schema.metadata[fact] == given.schema.metadata[fact]
+    sequences = Counter(given["sequence"].to_pylist())
+    assert Counter(made["sequence"].to_pylist()) == sequences
+    trace = Trace(tmp_path / "t")
+    assert len(trace.requests) == len(sequences) and trace.num_tokens == len(given)
+    listed = file.with_name("requests.csv")
+    if listed.is_file():  # the published size of each request
+        with listed.open(newline="") as text:
+            rows = {int(row["sequence_in_file"]): row for row in csv.DictReader(text) if row["dataset"] == file.stem}
+        assert sequences == {number: int(row["rows"]) for number, row in rows.items()}
 
 
 def test_qwen3_comes_back_row_by_row(tmp_path: Path) -> None:
