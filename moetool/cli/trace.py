@@ -135,7 +135,7 @@ def diff(
 
     found = run(Trace(a), Trace(b))
     if as_json:
-        tables.print_json(found.to_json())
+        tables.print_json({**found.to_json(), "equal_share": found.equal_share})
         return
     tables.print_paragraph(
         f"{tables.numbered(found.requests, 'request')} in both, {tables.numbered(found.tokens, 'token')} compared; "

@@ -1,5 +1,6 @@
 """Routing differences of two traces of the same tokens, by layer: effects of quantization, fine-tuning or an engine."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,8 +68,9 @@ class TraceDiff(JsonRecord):
 def diff(a: Trace, b: Trace) -> TraceDiff:
     """Compare two traces token by token.
 
-    Requests are matched by their pair id, else by dataset, task and prompt. Tokens are compared up to the first id that
-    differs. If ids are withheld, prompt tokens are compared.
+    Requests are matched by their pair id, else by dataset, task and prompt. Where no names are equal, as in a server's
+    log and the trainer's file, those are matched whose token ids begin with all of the other's. Tokens are compared up
+    to the first id that differs. If ids are withheld in one of them, prompt tokens are compared.
 
     Raises:
         MismatchError: the models' shapes differ, or no request is in both.
@@ -112,18 +114,38 @@ def _pairs(a: Trace, b: Trace) -> tuple[dict[int, int], int, int]:
         return found
 
     mine, theirs = keyed(a), keyed(b)
-    common = mine.keys() & theirs.keys()
-    if not common:
+    pairs = {mine[key]: theirs[key] for key in mine.keys() & theirs.keys()} or _same_tokens(a, b)
+    if not pairs:
         raise MismatchError(f"{a.path} and {b.path} have no prompt in common, expected traces of the same prompts")
-    return {mine[key]: theirs[key] for key in common}, len(mine) - len(common), len(theirs) - len(common)
+    return pairs, len(mine) - len(pairs), len(theirs) - len(pairs)
+
+
+def _same_tokens(a: Trace, b: Trace) -> dict[int, int]:
+    """Pair requests of which one has all tokens of the other, from the first on, and maybe more."""
+
+    def texts(trace: Trace) -> list[tuple[bytes, int]]:
+        whole = [rows for rows in trace.whole_requests() if rows.position_T[0] == 0 and (rows.token_id_T >= 0).all()]
+        return sorted((rows.token_id_T.astype(">i4").tobytes(), int(rows.request_T[0])) for rows in whole)
+
+    theirs, pairs = texts(b), {}
+    for text, request in texts(a):
+        after = bisect_left(theirs, (text, -1))  # a longer one follows in this order, a shorter one comes before
+        for i in (after, after - 1):
+            if 0 <= i < len(theirs) and (theirs[i][0].startswith(text) or text.startswith(theirs[i][0])):
+                pairs[request] = theirs.pop(i)[1]
+                break
+    return pairs
 
 
 def _shared(rows: TokenBatch, other: TokenBatch) -> int:
     """Return the length of two requests' common token prefix."""
     num = min(len(rows), len(other))
-    same_T = (rows.token_id_T[:num] == other.token_id_T[:num]) & (rows.position_T[:num] == other.position_T[:num])
-    withheld_T = (rows.token_id_T[:num] < 0) | (other.token_id_T[:num] < 0)
-    same_T &= ~withheld_T | ((rows.phase_T[:num] == 0) & (other.phase_T[:num] == 0))
+    mine, theirs = rows.select(slice(num)), other.select(slice(num))
+    withheld_T = (mine.token_id_T < 0) | (theirs.token_id_T < 0)
+    prompt_T = (mine.phase_T == 0) & (theirs.phase_T == 0)
+    same_T = (mine.position_T == theirs.position_T) & np.where(
+        withheld_T, prompt_T, mine.token_id_T == theirs.token_id_T
+    )
     return num if same_T.all() else int(np.argmin(same_T))
 
 

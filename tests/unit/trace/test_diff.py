@@ -1,5 +1,6 @@
 """Comparing two traces of the same tokens."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 from moetool.base.errors import MismatchError
 from moetool.cli.main import app
 from moetool.trace.diff import diff, divergence
+from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from tests import synthetic_routes, traces
 from tests.refusals import refused
@@ -45,6 +47,8 @@ def test_flips_are_counted_by_layer(tmp_path: Path) -> None:
     assert all(one.score_bits == 0 for one in found.layers)
     run = CliRunner().invoke(app, ["trace", "diff", str(tmp_path / "a"), str(tmp_path / "b")])
     assert run.exit_code == 0 and "mean flip rate" in run.stdout
+    run = CliRunner().invoke(app, ["trace", "diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json"])
+    assert json.loads(run.stdout)["equal_share"] == found.equal_share == pytest.approx(1 - changed / (3 * num))
 
 
 def test_tokens_after_the_first_other_one_are_left_out(tmp_path: Path) -> None:
@@ -62,6 +66,45 @@ def test_other_models_and_prompts_are_refused(tmp_path: Path) -> None:
     other = Trace(synthetic_routes.write_trace(tmp_path / "b", num_requests=2))
     with refused(MismatchError, "two", "traces", "model"):
         diff(a, other)
+
+
+Text = tuple[list[int], list[int]]  # prompt, answer
+
+
+def rollouts(folder: Path, texts: list[Text], task: str, ids: bool = True, shift: int = 0) -> Trace:
+    """Two layers; the experts of a token follow from its id, those of layer 1 moved by `shift`."""
+    rows = []
+    for prompt, answer in texts:
+        held = {"prompt_ids": prompt, "response_ids": answer}
+        sizes = {"prompt_length": len(prompt), "response_length": len(answer)}
+        experts = [[[t % 8], [(t + shift) % 8]] for t in (prompt + answer)[:-1]]
+        rows.append({"routed_experts": experts, **(held if ids else sizes)})
+    folder.mkdir()
+    (folder / "f.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"num_experts": 8, "expert_bytes": 10, "task": task}
+    import_trace([folder / "f.jsonl"], None, folder / "t", settings=settings)
+    return Trace(folder / "t")
+
+
+def test_traces_without_a_common_name_are_paired_by_their_tokens(tmp_path: Path) -> None:
+    texts: list[Text] = [([1, 2], [3, 4, 5]), ([1, 2, 3], [9, 9]), ([6], [7, 0]), ([6], [7, 0])]
+    a = rollouts(tmp_path / "a", texts, "served")
+    # another order, one answer goes on, one is not in a, and prompts end elsewhere
+    other: list[Text] = [([5], [5, 5]), ([6, 7], [0]), ([1], [2, 3, 4, 5, 6, 7]), ([6], [7, 0]), ([1, 2, 3, 9], [9])]
+    found = diff(a, rollouts(tmp_path / "b", other, "rl"))
+    assert (found.requests, found.tokens, found.left_out) == (4, a.num_tokens, 0)
+    assert (found.only_a, found.only_b, found.equal_share) == (0, 1, 1)
+    moved = diff(a, rollouts(tmp_path / "c", other, "rl", shift=1))
+    assert [layer.changed for layer in moved.layers] == [0, 1] and moved.equal_share == 0.5
+    with refused(MismatchError, "no prompt in common"):
+        diff(a, rollouts(tmp_path / "d", [([1, 2], [9, 9])], "rl"))
+
+
+def test_prompts_are_compared_where_one_trace_withholds_its_ids(tmp_path: Path) -> None:
+    texts: list[Text] = [([1, 2], [3, 4, 5]), ([1, 2, 3], [9, 9])]
+    a, b = (rollouts(tmp_path / str(ids), texts, "rl", ids) for ids in (True, False))
+    for found in (diff(a, b), diff(b, a)):
+        assert (found.requests, found.tokens, found.left_out) == (2, 5, 3)
 
 
 def test_divergence_is_that_of_its_definition() -> None:
