@@ -243,7 +243,8 @@ def require_policies(names: list[str], options: dict[str, Any]) -> None:
     if len(names) == 1 and isinstance(options.get("policy"), dict) and isinstance(options.get(names[0], {}), dict):
         options[names[0]] = {**options.pop("policy"), **options.get(names[0], {})}
     if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
-        raise UsageError(f"--set {stray[0]!r} fits none of {', '.join(names)}; write POLICY.OPTION=VALUE")
+        why = f"fits none of {', '.join(names)}; write POLICY.OPTION=VALUE" if names else "has no effect; leave it out"
+        raise UsageError(f"--set {stray[0]!r} {why}")
 
 
 def named_timeline(name: str, profile: Path | None, spec: "ModelSpec", values: Any) -> tuple[Any, Any]:

@@ -118,11 +118,16 @@ def replay(
         raise UsageError(f"unknown --order {order!r}: known are {', '.join(orders)}")
     source = open_trace(trace)
     asked, options = listed(policy), parse_settings(settings)
-    if not budget and asked != [SERVED]:
-        raise UsageError("give --budget, the memory for experts, such as 25% or 64MB")
-    if not all(text.strip().endswith("%") for text in listed(budget)):
+    sizes = listed(budget) if budget else []
+    if bool(sizes) == (asked == [SERVED]):
+        raise UsageError(
+            "--budget has no effect on served, which has the server's slots; leave it out"
+            if sizes
+            else "give --budget, the memory for experts, such as 25% or 64MB"
+        )
+    if not all(text.strip().endswith("%") for text in sizes):
         source.spec.require_sizes(trace)
-    budgets = [parse_bytes(text, whole_bytes(source, pool, pool_unit)) for text in listed(budget)]
+    budgets = [parse_bytes(text, whole_bytes(source, pool, pool_unit)) for text in sizes]
     if draw is not None and len(set(budgets)) < 2:
         raise UsageError("--draw draws curves by memory; give two budgets or more, e.g. --budget 25%,50%")
     devices = options.pop("devices", 1)
@@ -143,7 +148,8 @@ def replay(
     served = SERVED in names
     names = [name for name in names if name != SERVED]
     require_policies(names, options)
-    left_out = too_large([name for name in known if name not in asked], source.spec, min(budgets), options, devices)
+    automatic = [name for name in known if name not in asked]
+    left_out = too_large(automatic, source.spec, min(budgets), options, devices) if automatic else {}
     names = [name for name in names if name not in left_out]
     priced = with_host_costs(names, options, None if costs is None else Prices(costs, source.spec, timeline))
     splittable = [name for name in names if not computes_on_host(name, priced.get(name, {}))]

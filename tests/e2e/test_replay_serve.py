@@ -1,6 +1,7 @@
 """`replay` takes the decisions that `serve` took, on the gate stream that serve logged."""
 
 import copy
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,6 +26,7 @@ from moetool.trace.reader import Trace
 from moetool.training.predictor import build
 from moetool.training.tokens import Tokens
 from moetool.tuning.replay import SERVED, ReplaySetup, replay, replay_served
+from tests.command_line import exit_code
 from tests.engines import engine, require_replayed
 from tests.live_page import missing_fields
 from tests.refusals import refused
@@ -171,7 +173,9 @@ def test_replay_decides_by_the_costs_that_the_server_measured(
         replay(trace, [policy], [60 * trace.spec.slot_bytes])
 
 
-def test_a_log_with_changes_of_policy_replays_as_it_was_served(reference: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_log_with_changes_of_policy_replays_as_it_was_served(
+    reference: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "log"
     checkpoint = Checkpoint.open(reference)
     options = ServeOptions(kv_tokens=512, pool="layer", change_policy=True, oracle_s=0.0, log_segment_s=60.0)
@@ -200,6 +204,14 @@ def test_a_log_with_changes_of_policy_replays_as_it_was_served(reference: Path, 
     assert row.policy == "served" and row.counts == counts
     assert row.digest == trace.manifest["provenance"]["decisions"] != plain.digest
     assert replay_served(trace) == row
+    command = ("replay", "--trace", log, "--policy", "served")
+    assert exit_code(monkeypatch, *command, "--json") == 0
+    printed, said = capsys.readouterr()
+    assert json.loads(printed)[0]["digest"] == row.digest and "equal to the log's" in said
+    for option, fact in (("--budget=25%", "slots"), ("--set=lru.admit=value", "lru")):
+        assert exit_code(monkeypatch, *command, option) == 2
+        said = capsys.readouterr().err
+        assert fact in said and "no effect" in said
     assert replay(trace, ["served"], [20 * trace.spec.slot_bytes])[0].counts.needed == counts.needed
     last = ReplaySetup(requests=frozenset([4]))  # it came after all changes
     (row,), (alone,) = (replay(trace, [name], budget, replace(last, pool="layer")) for name in ("served", "lfu"))
