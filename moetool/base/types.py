@@ -92,13 +92,18 @@ class ModelSpec:
         """Return the bytes of a slot that fits any expert of the model."""
         return max(self.expert_bytes_L)
 
+    @property
+    def sized(self) -> bool:
+        """Whether the size of an expert is known."""
+        return self.slot_bytes != UNKNOWN_BYTES
+
     def require_sizes(self, path: object) -> None:
         """Refuse bytes of memory for a model whose experts have an unknown size.
 
         Raises:
             UsageError: they have.
         """
-        if self.slot_bytes == UNKNOWN_BYTES:
+        if not self.sized:
             raise UsageError(
                 f"{path} does not say how large an expert of {self.name} is; give memory as a share, such as 25%, or "
                 f"import it again with --set expert_bytes=NUMBER"

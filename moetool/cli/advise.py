@@ -62,6 +62,8 @@ def advise(
         ahead_tokens=min(tokens, plain.ahead_tokens),
     )
     source = open_workload(path)
+    if compute is not None:
+        source.spec.require_sizes(path)
     with tables.stages() as on_progress:
         advice = run(source, options, on_progress)
     if out is not None:

@@ -90,14 +90,13 @@ def headline(found: "Fit") -> str:
 
 def _print_shape(model: "ConfigModel", as_json: bool) -> None:
     """Print the shape of a model that cannot run."""
-    from moetool.base.types import UNKNOWN_BYTES
 
     spec = model.spec
     if as_json:
         tables.print_json({"fits": False, "problem": model.problem, "spec": spec.to_json()})
         return
     tables.print_paragraph(f"{model.name} does not run: {model.problem}. Its routing can be traced.")
-    known = spec.slot_bytes != UNKNOWN_BYTES
+    known = spec.sized
     tables.print_lines(
         [
             ("MoE layers", str(spec.num_layers), f"of {model.num_hidden_layers} layers"),

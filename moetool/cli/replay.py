@@ -27,6 +27,7 @@ from moetool.cli.flags import (
 )
 
 if TYPE_CHECKING:
+    from moetool.base.types import ModelSpec
     from moetool.tuning.replay import ReplayRow
 
 
@@ -201,7 +202,7 @@ def replay(
     if served:
         tables.narrate("moetool: the decisions of served are equal to the log's")
     if draw is not None:
-        _draw(draw, rows, source.spec.name, whole_bytes(source, pool, pool_unit))
+        _draw(draw, rows, source.spec, whole_bytes(source, pool, pool_unit))
     if as_json:
         tables.print_json([{**row.to_json(), **({"auto": row in chosen} if known else {})} for row in rows])
         return
@@ -210,11 +211,11 @@ def replay(
     if held_out:
         size = f"{tables.numbered(len(unseen), 'held-out request')} of {len(with_tokens)}"
     title = f"{trace}: {size}{among}"
-    replay_table(title, rows, chosen).print()
+    replay_table(title, rows, chosen, sized=source.spec.sized).print()
 
 
-def _draw(file: Path, rows: "Sequence[ReplayRow]", model: str, all_bytes: int) -> None:
-    """Draw loaded bytes and hit rate of new tokens by memory.
+def _draw(file: Path, rows: "Sequence[ReplayRow]", spec: "ModelSpec", all_bytes: int) -> None:
+    """Draw loaded bytes, or experts where their size is unknown, and hit rate of new tokens by memory.
 
     Raises:
         UsageError: no row has new tokens.
@@ -226,7 +227,8 @@ def _draw(file: Path, rows: "Sequence[ReplayRow]", model: str, all_bytes: int) -
         raise UsageError("the trace has no new tokens to draw; --draw is about decoding")
     labels = {row.policy: row.policy for row in rows}
     most = max(row.budget_bytes for row in rows)
-    unit = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
-    title = f"{model}: {tables.count(all_bytes, 'B')} of experts"
+    unit = ("experts", 1) if not spec.sized else ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
+    whole = f"{tables.count(all_bytes, 'B')} of experts" if spec.sized else f"{spec.total_experts:,} experts"
+    title = f"{spec.name}: {whole}"
     data = sorted((row.to_json() for row in rows), key=lambda row: row["budget_bytes"])
     drawing.save(file, 3.2, lambda figure: memory_curves.paint(figure, data, labels, unit, title))

@@ -6,7 +6,7 @@ reads are left out, and so are those of embedding and output head.
 
 from moetool.base.errors import MismatchError, UsageError
 from moetool.base.machine import Machine
-from moetool.base.types import UNKNOWN_BYTES, ModelSpec
+from moetool.base.types import ModelSpec
 from moetool.costing.costs import ComputeCosts, CostProfile, Curve, LoadCosts
 from moetool.costing.estimates import (
     GPU_MISS_LAYER_S,
@@ -40,7 +40,7 @@ def machine_profile(machine: NamedMachine, spec: ModelSpec) -> CostProfile:
             f"machine {machine.name} has a disk, but host_memory_bytes is 0, which stands for a GPU that shares host "
             f"memory; give the bytes of its host memory"
         )
-    if spec.slot_bytes == UNKNOWN_BYTES:
+    if not spec.sized:
         raise MismatchError(
             f"the bytes of an expert of {spec.name} are unknown, and with them every cost; import the trace again with "
             f"--set expert_bytes=NUMBER"

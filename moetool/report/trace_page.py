@@ -23,7 +23,7 @@ def render(made: TraceMeasures, advice: Advice, atlas: Atlas) -> str:
     notes, replayed = _notes(made), "Replayed policies, as by moetool replay"
     made_tables = {
         "Tasks": [_task_table(made)],
-        "Hit rates": [replay_table(replayed, made.rows, whole_bytes=made.whole_bytes)],
+        "Hit rates": [replay_table(replayed, made.rows, (), made.whole_bytes, made.routes.spec.sized)],
     }
     return render_page(
         title=f"Routing of {made.routes.spec.name}",

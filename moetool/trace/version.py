@@ -41,7 +41,7 @@ def upgrade(manifest: dict[str, Any], path: Path) -> dict[str, Any]:
     if kind != "trace" or parts is None:
         advice = "give a trace directory, or capture again"
         if kind == "counts":
-            advice = "counts have no tokens; they serve moetool trace info, plan placement and plan compare"
+            advice = "counts have no tokens; they serve moetool advise, trace info, plan placement and compare"
         raise MismatchError(f"{says} {SCHEMA_VERSION}; {advice}")
     major, minor = int(parts[1]), int(parts[2] or 0)
     if (major, minor) > (MAJOR, MINOR):

@@ -7,18 +7,23 @@ from moetool.tuning.replay import ReplayRow
 
 
 def replay_table(
-    title: str, rows: Sequence[ReplayRow], chosen: Sequence[ReplayRow] = (), whole_bytes: int = 0
+    title: str,
+    rows: Sequence[ReplayRow],
+    chosen: Sequence[ReplayRow] = (),
+    whole_bytes: int = 0,
+    sized: bool = True,
 ) -> TextTable:
     """Compare policies, with times where there is a timeline.
 
     Marked are the `chosen` rows, and those whose predictor was trained on the replayed requests.
 
     With `whole_bytes`, the size of all experts, budgets are also shares. Host compute is not a load but reads weights,
-    which have their own column if there are any.
+    which have their own column if there are any. Unless experts are `sized`, their number stands for bytes.
     """
     timed = any(row.timing is not None for row in rows)
     hosted = any(row.host_bytes_per_decode_token for row in rows)
-    columns = ["policy", "budget", "slots", "hit rate", "in decode", "loads", "loaded", "MB/decode token"]
+    columns = ["policy", "budget", "slots", "hit rate", "in decode", "loads"]
+    columns += ["loaded", "MB/decode token"] if sized else ["loads/decode token"]
     columns += ["MB on host/token"] if hosted else []
     split = any(row.misses != "load" for row in rows)
     bounded = any(row.bound_s is not None for row in rows)
@@ -27,7 +32,8 @@ def replay_table(
     columns += ["link+host ms"] if bounded else []
     table = []
     for row in rows:
-        size = count(row.budget_bytes, "B")
+        size = count(row.budget_bytes, "B") if sized else f"{row.budget_bytes:,} experts"
+        moved = f"{row.bytes_per_decode_token / 1e6:,.3f}" if sized else f"{row.loads_per_decode_token:,.1f}"
         cells = [
             row.policy + " (auto)" * (row in chosen) + f" (trained on {row.trained_on})" * (row.trained_on > 0),
             *([row.misses] if split else []),
@@ -36,8 +42,8 @@ def replay_table(
             f"{row.counts.hit_rate:.3f}",
             f"{row.decode.hit_rate:.3f}" if row.decode.needed else "-",
             count(row.counts.loads),
-            count(row.loaded_bytes, "B"),
-            f"{row.bytes_per_decode_token / 1e6:,.3f}" if row.decode_tokens else "-",
+            *([count(row.loaded_bytes, "B")] if sized else []),
+            moved if row.decode_tokens else "-",
             *([f"{row.host_bytes_per_decode_token / 1e6:,.3f}"] if hosted else []),
         ]
         if timed:
@@ -52,7 +58,7 @@ def replay_table(
                 *(["-" if row.bound_s is None else milliseconds(row.bound_s)] if bounded else []),
             ]
         table.append(cells)
-    notes = ["in decode: hit rate of new tokens; loads, loaded: on demand and ahead"]
+    notes = [f"in decode: hit rate of new tokens; loads{', loaded' * sized}: on demand and ahead"]
     if timed:
         notes.append("bound: loads and compute overlapped to in turn; stall: share of the time; late: late hits")
     if bounded:

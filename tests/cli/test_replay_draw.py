@@ -3,7 +3,12 @@
 from pathlib import Path
 from xml.etree import ElementTree
 
+from moetool.trace.foreign.importing import import_trace
 from tests.command_line import Run
+
+
+def texts(file: Path) -> set[str | None]:
+    return {text.text for text in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")}
 
 
 def test_curves_of_every_policy(run: Run, trace: Path, tmp_path: Path) -> None:
@@ -11,8 +16,7 @@ def test_curves_of_every_policy(run: Run, trace: Path, tmp_path: Path) -> None:
     replay = ("replay", "--trace", trace, "--policy", "lru,belady", "--budget")
     code, out, err = run(*replay, "25%,50%", "--draw", file)
     assert code == 0 and "belady" in out, err
-    words = {text.text for text in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")}
-    assert {"lru", "belady", "hit rate", "memory for experts, MB"} <= words
+    assert {"lru", "belady", "hit rate", "memory for experts, MB"} <= texts(file)
     for arguments, fact in (
         (("25%", "--draw", tmp_path / "one.svg"), "two budgets"),
         (("25%,50%", "--draw", tmp_path / "one.gif"), "one.gif"),
@@ -20,3 +24,17 @@ def test_curves_of_every_policy(run: Run, trace: Path, tmp_path: Path) -> None:
     ):
         code, _, err = run(*replay, *arguments)
         assert code == 2 and fact in err
+
+
+def test_experts_of_an_unknown_size_are_counted(run: Run, tmp_path: Path) -> None:
+    rows = [f"{token},{layer},{(3 * token + layer) % 8}" for token in range(12) for layer in range(2)]
+    (tmp_path / "f.csv").write_text("\n".join(["token,layer,expert", *rows]) + "\n")
+    import_trace([tmp_path / "f.csv"], None, tmp_path / "t")
+    file = tmp_path / "experts.svg"
+    code, out, err = run("replay", "--trace", tmp_path / "t", "--policy", "lru", "--budget", "25%,50%", "--draw", file)
+    assert code == 0 and "4 experts" in out and "loads/decode token" in out and "4 B" not in out, err
+    assert {"experts loaded for each new token", "expert slots"} <= texts(file)
+    code, out, _ = run("advise", tmp_path / "t", "--memory", "25%,50%")
+    assert code == 0 and "25 %" in out and "(4 B)" not in out
+    code, _, err = run("advise", tmp_path / "t", "--compute", "20ms")
+    assert code == 2 and "expert_bytes" in err

@@ -15,7 +15,7 @@ from moetool.base import config, durable, plugins
 from moetool.base.bounded_read import require_itself
 from moetool.base.errors import MismatchError, UsageError, unknown_name
 from moetool.base.tables import numbered
-from moetool.base.types import UNKNOWN_BYTES, ModelSpec, Phase
+from moetool.base.types import ModelSpec, Phase
 from moetool.trace import expert_counts
 from moetool.trace.expert_counts import Counted
 from moetool.trace.foreign.detection import guess
@@ -208,7 +208,7 @@ def _check_sources(sources: Sequence[_Source], task: str | None, tokens_as: str 
 
 
 def _unknown_size(spec: ModelSpec) -> list[str]:
-    if spec.slot_bytes != UNKNOWN_BYTES:
+    if spec.sized:
         return []
     return ["the size of an expert is unknown: memory is a share of the experts, such as 25%; --set expert_bytes tells"]
 

@@ -28,6 +28,14 @@ def test_cells_have_counts_of_all_forwards_and_of_new_tokens() -> None:
     assert not {"MB on host/token", "TPOT ms"} & set(made.columns)
 
 
+def test_experts_of_an_unknown_size_are_counted() -> None:
+    row = replace(ROW, budget_bytes=3, decode_bytes=1, prefill_bytes=3)
+    made = replay_table("", [row], whole_bytes=12, sized=False)
+    cells = dict(zip(made.columns, made.rows[0], strict=True))
+    assert (cells["budget"], cells["loads/decode token"]) == ("3 experts (25 %)", "0.5")
+    assert not {"loaded", "MB/decode token"} & set(made.columns)
+
+
 def test_host_compute_has_a_column_if_a_row_has_some() -> None:
     made = replay_table("", [ROW, replace(ROW, decode_host_bytes=4_000_000)])
     at = made.columns.index("MB on host/token")
