@@ -9,6 +9,7 @@ from typing import Any
 
 from moetool.base import plugins
 from moetool.base.errors import UsageError
+from moetool.base.tables import numbered
 from moetool.bench.bench_result import BenchResult, Row, not_measured, recorded, table
 from moetool.bench.policy_table import spaced_requests
 from moetool.simulation.simulation_results import interval
@@ -85,7 +86,8 @@ def bench_predictors(
         for number, path in enumerate(traces):
             trace = Trace(path)
             known, other = _parts(trace, options.tokens, work / path.name)
-            made.notes.append(f"{path.name}: {known.num_tokens:,} tokens of {len(known.requests):,} requests are split")
+            size = f"{numbered(known.num_tokens, 'token')} of {numbered(len(known.requests), 'request')}"
+            made.notes.append(f"{path.name}: {size} to train, validate and test on")
             if other is not None:
                 task = other.requests["task"][0].as_py()
                 made.notes[-1] += f"; other task: {other.num_tokens:,} tokens of {task}"
@@ -125,7 +127,8 @@ def tables(made: BenchResult) -> Iterator[Any]:
             "stopped by": (lambda row: _listed(row["known"], "stopped_by"), ""),
             "training s": (lambda row: _listed(row["known"], "training_s"), ""),
         }
-        title = f"{trace}: match of the top-k one layer ahead, mean ± 95 % interval of {made.options['seeds']} seeds"
+        seeds = numbered(made.options["seeds"], "seed")
+        title = f"{trace}: match of the top-k one layer ahead, mean ± 95 % interval of {seeds}"
         yield table(title, rows, columns)
     yield from not_measured(made, lambda row: f"{row['predictor']} on {row['trace']}")
 
