@@ -1,5 +1,7 @@
 """The command `moetool advise`."""
 
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -82,6 +84,17 @@ def advise(
         tables.print_paragraph(f"  {one.evidence}")
     for sentence in advice.unknown:
         tables.print_paragraph(sentence)
+    for purpose, command in _next(shlex.quote(str(path)), has_tokens=advice.replayed_on is not None):
+        tables.print_paragraph(f"Next, {purpose}: moetool {command}")
+
+
+def _next(path: str, has_tokens: bool) -> Iterator[tuple[str, str]]:
+    """Commands that follow from the advice, with their purposes."""
+    yield "figures", f"report {path} --out page.html" if has_tokens else f"advise {path} --out page.html"
+    if has_tokens:
+        yield "policy and slots of a device", f"plan cache --trace {path} --out plan.json"
+    placement = f"plan placement --trace {path} --cluster cluster.toml --planner eplb --for vllm --out placement.json"
+    yield "experts on several GPUs", placement
 
 
 def _share(text: str) -> float:

@@ -86,6 +86,7 @@ def plan_cache(
     """
     from moetool.models.checkpoint import Checkpoint
     from moetool.models.files.hub import with_revision
+    from moetool.models.files.location import shape_names
     from moetool.report.cache_page import candidates_table, frontier_table
     from moetool.report.drawing import require_drawable
     from moetool.report.figures.frontier import draw_frontier
@@ -115,7 +116,15 @@ def plan_cache(
             f"a plan is made for one device, but devices is {options.devices}; give devices to 'moetool serve' only"
         )
     name = with_revision(model or str(source.manifest["provenance"].get("model", "")), revision)
-    checkpoint = Checkpoint.open(name, weights=not config_only)
+    try:
+        checkpoint = Checkpoint.open(name, weights=not config_only)
+    except UsageError as error:
+        if model is not None or "imported" not in source.manifest["provenance"]:
+            raise
+        raise UsageError(
+            f"{trace} is imported, and its model is not here: {error}; or give --config-only with --model "
+            f"{' or '.join(shape_names())}"
+        ) from None
     require = source.spec.require_alike if config_only else source.spec.require_same
     require(checkpoint.spec, "the trace", f"the model at {checkpoint.path}")
     options = parse(ServeOptions, on_this_machine(checkpoint, values)[0], "--set")

@@ -36,5 +36,9 @@ def test_experts_of_an_unknown_size_are_counted(run: Run, tmp_path: Path) -> Non
     assert {"experts loaded for each new token", "expert slots"} <= texts(file)
     code, out, _ = run("advise", tmp_path / "t", "--memory", "25%,50%")
     assert code == 0 and "25 %" in out and "(4 B)" not in out
+    for command in ("report", "plan cache", "plan placement"):
+        assert f"moetool {command} " in out
     code, _, err = run("advise", tmp_path / "t", "--compute", "20ms")
     assert code == 2 and "expert_bytes" in err
+    code, _, err = run("plan", "cache", "--trace", tmp_path / "t", "--out", tmp_path / "plan.json")
+    assert code == 2 and "is imported" in err and "--config-only" in err and "deepseek-v2-lite" in err
