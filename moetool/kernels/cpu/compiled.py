@@ -25,6 +25,7 @@ _PREFETCH_BYTES = (0, 2048)
 _TRIAL_BYTES = 2**26  # larger than most caches
 _ONE_IN_FP8 = 0x38
 _HEAD = len(PLACES)
+_prefetches: dict[str, int] = {}
 
 
 class RowKernel(NamedTuple):
@@ -52,7 +53,13 @@ def _checked(kind: RowKind) -> RowKernel:
     multiply = _compile(kind)
     unpack = None if kind is BFLOAT16 else _compile_unpacking(kind)
     _require_sound(kind, multiply)
-    return RowKernel(multiply, unpack, _fastest_prefetch(kind, multiply))
+    _prefetches[kind.name] = ahead = _fastest_prefetch(kind, multiply)
+    return RowKernel(multiply, unpack, ahead)
+
+
+def chosen_prefetches() -> dict[str, int]:
+    """Prefetch distance in bytes of each kernel compiled so far, by its number format."""
+    return dict(_prefetches)
 
 
 def _require_sound(kind: RowKind, call: PoolCall) -> None:

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from moetool.kernels.cpu import many_rows
-from moetool.kernels.cpu.compiled import BLOCK_ROWS, find_kernel
+from moetool.kernels.cpu.compiled import BLOCK_ROWS, chosen_prefetches, find_kernel
 from moetool.kernels.cpu.dots import RowJob, RowShape
 from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
 from moetool.kernels.cpu.inputs import ordered_rows
 from moetool.kernels.cpu.kinds import BFLOAT16, RowKind
 from moetool.kernels.cpu.scaled_weight import ScaledWeight, StackedWeight, kernel_of
 from moetool.kernels.cpu.threads import PoolCall
-from moetool.kernels.cpu.tiles import TILE_INPUTS, Rows, find_tiles, tile_products
+from moetool.kernels.cpu.tiles import TILE_INPUTS, Rows, cpu_has_tiles, find_tiles, tile_products
 
 MAX_ROWS = 2
 """Most rows for which the bfloat16 kernel is faster than tiles or torch (`tests/bench/test_row_products.py`).
@@ -243,6 +243,19 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     output = scattered_products(input.reshape(rows, num_inputs), [job], rows)
     output = output.view(*input.shape[:-1], num_outputs)
     return output if bias is None else output + bias
+
+
+def chosen_kernels() -> dict[str, Any]:
+    """What this process multiplies with on this CPU: instructions and prefetch distances of few rows, and more rows.
+
+    Features of the CPU decide all but the distances, which a trial finds (`moetool.kernels.cpu.compiled`).
+    """
+    more = "float32 blocks" if many_rows.lacks_bfloat16_products() else "torch"
+    return {
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "few_rows": chosen_prefetches(),
+        "more_rows": "AMX tiles" if cpu_has_tiles() else more,
+    }
 
 
 def adopt(model: torch.nn.Module, routers: Iterable[torch.nn.Module] = ()) -> int:

@@ -22,6 +22,7 @@ from moetool.caching.devices import Pool
 from moetool.caching.machine_split import MachineSplit
 from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching.residency import Counts, Residency
+from moetool.kernels.cpu.matmul import chosen_kernels
 from moetool.models.loading import LoadedModel
 from moetool.models.shards import WeightsChanged
 from moetool.runtime.decoding import Batch, token_logprobs
@@ -314,8 +315,8 @@ class Engine:
         compares the last forwards (`LiveOracle`), and `policy_changes` lists each new policy with its first forward.
         `host_experts_read` is the order in which host memory is filled. `host_compute` has the costs by which the host
         computes misses, whether it does, and measured steps relative to those without; null where it never does.
-        `recorded_steps` says whether decode steps run as programs (`moetool.runtime.steps`), or why not; null beside a
-        GPU.
+        `recorded_steps` says whether decode steps run as programs (`moetool.runtime.steps`), or why not, and `kernels`
+        which compiled products this process has (`chosen_kernels`); both null beside a GPU.
         """
         counts, read = self.residency.counts, self.store.stats
         fetched = counts.prefetched + counts.missed + counts.hosted
@@ -342,6 +343,7 @@ class Engine:
             "host_experts_read": self.host_order or None,
             "host_compute": self._host_compute(),
             "recorded_steps": self._recorded_steps(),
+            "kernels": chosen_kernels() if self.store.devices[0].type == "cpu" else None,
             "expert_bytes": {"stored": self.spec.slot_bytes, "slot": self.store.files.slot_bytes},
             "dense_bytes": {"stored": self._stored_dense_bytes, "memory": self._dense_bytes},
             "memory_bytes": self.memory_bytes(),

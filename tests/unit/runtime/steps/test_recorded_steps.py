@@ -10,6 +10,7 @@ import torch
 
 import moetool
 from moetool.caching.plan import CachePlan
+from moetool.kernels.cpu.tiles import cpu_has_tiles
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.experts.moe_layers import moe_layers
 from moetool.runtime.loop.batching import Batcher
@@ -138,7 +139,10 @@ def test_tokens_are_those_of_the_modules(
     engine = _engine(model, policy, slots)
     assert _generate(engine) == expected
     assert _recorded(engine).steps == _NEW_TOKENS - 1
-    assert engine.stats()["recorded_steps"]["refused"] is None
+    stats = engine.stats()
+    assert stats["recorded_steps"]["refused"] is None
+    assert stats["kernels"]["few_rows"]["bfloat16"] in (0, 2048)
+    assert (stats["kernels"]["more_rows"] == "AMX tiles") == cpu_has_tiles()
     engine.close()
 
 
