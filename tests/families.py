@@ -148,9 +148,11 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "mistral4": {**_LATENT, "head_dim": 16},
     "mistral_large4_text": _INDEXED,
+    "inkling2_text": {"unpadded_vocab_size": 64},
     "qwen3_5_moe_text": _LINEAR,
     "qwen3_next": _LINEAR,
     "qwen3_vl_moe_text": {"moe_intermediate_size": 24},
+    "sarvam_mla": _LATENT,
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 

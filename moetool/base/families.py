@@ -6,7 +6,7 @@ capture, batched serving and expert substitution.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from moetool.base.errors import UsageError
@@ -252,11 +252,17 @@ def unlisted(name: str, **known: Any) -> Family:
     )
 
 
-def find_or_add(model_type: str, infer: Callable[[], Family]) -> Family:
-    """Return the family of a model, inferred if the table does not list it."""
+def find_or_add(model_type: str, built_as: str, infer: Callable[[], Family]) -> Family:
+    """Return the family of a model.
+
+    Args:
+        built_as: type whose modules it has; if the table lists only that, it has its facts.
+        infer: infers a family that the table lists under neither name.
+    """
     family = known(model_type)
     if family is None:
-        family = _inferred[model_type] = infer()
+        listed = FAMILIES.get(built_as)
+        family = _inferred[model_type] = infer() if listed is None else replace(listed, name=model_type, notes="")
     return family
 
 

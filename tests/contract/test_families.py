@@ -395,6 +395,8 @@ def _dense_name(full: LoadedModel) -> str:
 def test_the_text_part_of_a_model_that_sees_is_read(name: str, tmp_path: Path) -> None:
     families.require_known(name)
     model = families.save_multimodal(name, tmp_path)
+    if name == "llama4":  # transformers 5.24 reads a field that its text part's output lacks
+        model = model.get_submodule("language_model")
     with torch.inference_mode():
         expected = model(input_ids=TOKENS, use_cache=False).logits[0]
     with _lazy(tmp_path, slots=3) as (loaded, runtime):

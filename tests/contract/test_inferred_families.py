@@ -1,18 +1,21 @@
 """Families that the table does not list: inferred where they can be, refused in one line where they cannot."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from moetool.base.errors import MoetoolError
-from moetool.base.families import INFERRED, known
+from moetool.base.errors import MismatchError, MoetoolError
+from moetool.base.families import FAMILIES, INFERRED, known
 from moetool.base.types import ForwardInfo, Phase
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.experts.moe_layers import moe_layers
 from moetool.models.loading import load_full, load_lazy
 from moetool.models.tested_formats import BY_EXPERT, BY_EXPERT_FORMATS, INFERRED_AND_RUN, format_table
 from moetool.runtime.experts.forward import ExpertRuntime
@@ -22,6 +25,8 @@ from moetool.runtime.request import Output, SamplingParams
 from tests import families, gguf_oracle
 from tests.contract.test_quantized import FORMATS as QUANTIZED
 from tests.contract.test_quantized import PUBLISHED
+from tests.greedy import generated, prompts, served
+from tests.refusals import refused
 
 TOKENS = torch.tensor([[(7 * i + 3) % 60 + 3 for i in range(24)]])
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
@@ -75,9 +80,17 @@ def test_the_text_part_is_taken_out(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", INFERRED_AND_RUN)
 def test_an_inferred_family_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     families.save(name, tmp_path)
-    full = load_full(Checkpoint.open(tmp_path), torch.float32)
+    _require_same_logits(tmp_path)
+    family = known(name)
+    assert family is not None and family.inferred and family.own_cache
+    assert bool(family.exception) == (name == "inkling_text")  # whose router takes more than hidden states
+
+
+def _require_same_logits(path: Path) -> None:
+    """Fail unless experts from disk give the logits of transformers' modules."""
+    full = load_full(Checkpoint.open(path), torch.float32)
     full.model.set_experts_implementation("eager")
-    loaded = load_lazy(Checkpoint.open(tmp_path), torch.float32)
+    loaded = load_lazy(Checkpoint.open(path), torch.float32)
     assert loaded.files is not None
     runtime = ExpertRuntime(
         loaded, Residency(build_policy("lru", loaded.spec, {}, 4)), ExpertStore(loaded.files, 4, num_threads=1)
@@ -94,9 +107,34 @@ def test_an_inferred_family_computes_what_transformers_does(name: str, tmp_path:
     runtime.close()
     loaded.close()
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-6 * float(theirs.abs().max()))
+
+
+def test_a_layout_to_compute_is_refused_with_a_way_that_works(tmp_path: Path) -> None:
+    families.save("inkling2_text", tmp_path / "published")
+    with refused(MismatchError, "gate_up_proj", "Interleave", "save_original_format=False"):
+        _ = Checkpoint.open(tmp_path / "published").spec
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "published")
+    model.save_pretrained(tmp_path / "as modules", save_original_format=False)
+    _require_same_logits(tmp_path / "as modules")
+
+
+@pytest.mark.parametrize("built_as", ["deepseek_v3", "glm4_moe"])
+def test_a_type_with_a_listed_familys_modules_is_of_that_family(built_as: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(families.config(built_as))
+    model.config.model_type = f"like_{built_as}"
+    moe_layers(model)
+    assert known(f"like_{built_as}") == replace(FAMILIES[built_as], name=f"like_{built_as}", notes="")
+
+
+@pytest.mark.parametrize(("name", "built_as"), [("sarvam_mla", "deepseek_v3"), ("sarvam_moe", "glm4_moe")])
+def test_such_a_type_is_served_from_pages(name: str, built_as: str, tmp_path: Path) -> None:
+    families.require_known(name)
+    families.save(name, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    generated(model, prompts(3)).require_same(served(tmp_path, "lru", prompts(3)))
     family = known(name)
-    assert family is not None and family.inferred and family.own_cache
-    assert bool(family.exception) == (name == "inkling_text")  # whose router takes more than hidden states
+    assert family is not None and family == replace(FAMILIES[built_as], name=name, notes="") and not family.own_cache
 
 
 @pytest.mark.parametrize("name", ["aria_text", "granitemoe_swa", "kolibri1"])

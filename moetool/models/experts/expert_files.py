@@ -103,7 +103,7 @@ class ExpertWeights:
             steps = ", ".join(type(step).__name__ for step in source.converter.operations)
             raise MismatchError(
                 f"{self._path}: {name} has to be computed from its tensors ({steps}), so its experts cannot be read "
-                "one by one; save the model again with transformers' save_pretrained"
+                "one by one; save the model again by transformers: save_pretrained(..., save_original_format=False)"
             )
         patterns = source.converter.source_patterns  # e.g. gate and up, concatenated
         rows = (share[0] // len(patterns), *share[1:])

@@ -64,7 +64,11 @@ def moe_layers(model: Any) -> list[MoeLayer]:
         )
     found.sort(key=lambda item: item[0])
     config = model.config.get_text_config()
-    families.find_or_add(model_type, lambda: infer_family(model_type, found[0][3], int(config.hidden_size)))
+    families.find_or_add(
+        model_type,
+        model.config_class.model_type,
+        lambda: infer_family(model_type, found[0][3], int(config.hidden_size)),
+    )
     return [
         MoeLayer(
             index=i,
