@@ -36,7 +36,7 @@ from moetool.runtime.loop.split_guard import SplitGuard
 from moetool.runtime.policy_state import Learned, restore_state, save_state
 from moetool.runtime.recording.gate_log import ServeLog
 from moetool.runtime.recording.live_oracle import CANDIDATES, LiveOracle, OraclePolicies
-from moetool.runtime.returned_memory import release_code, return_freed_memory
+from moetool.runtime.returned_memory import release_code, return_freed_memory, trim_heap
 from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.split_costs import split_costs
 from moetool.runtime.warm_start import PREFIXES_SUFFIX, WarmStart, kept_routes, prefix_file
@@ -228,6 +228,7 @@ def build_engine(
         if shares_memory and budget.kept_slots < slots:
             engine.share_memory(budget.share)
         undo.pop_all()
+    trim_heap()
     release_code()
     return engine
 
