@@ -15,7 +15,7 @@ _DONTNEED = 4  # of <linux/mman.h>
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _LARGE = 2 << 20
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (?:(r-[x-]p) \S+ \S+ [1-9]\d*\s+/.*\.so[.\d]*$)?").match
-"""A line of /proc/self/smaps that begins a mapping; the third group is there for code and constants of a shared library."""
+"""A line of /proc/self/smaps that begins a mapping; the third group is there for a library's code and constants."""
 _KEPT_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
 
