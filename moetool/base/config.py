@@ -20,7 +20,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         where: owner of the values, for messages ("policy lru").
 
     Raises:
-        UsageError: an unknown field or an invalid value, named by its path.
+        UsageError: unknown fields or invalid values, all named by their paths.
     """
     from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
@@ -29,14 +29,22 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     try:
         return TypeAdapter(with_config(ConfigDict(extra="forbid"))(kind)).validate_python(dict(values))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = shortened(".".join(map(str, first["loc"])))
-        if first["type"] == "unexpected_keyword_argument":
-            if instead := getattr(kind, "REFUSED", {}).get(path):
-                raise UsageError(f"{where}: {path} is no setting: {instead}") from None
-            known = [field.name for field in fields(kind)] if is_dataclass(kind) else ()
-            raise unknown_name("option", path, known, where) from None
-        raise UsageError(f"{where}: {path}: {shortened(first['msg'], 300)}") from None
+        first = {found["loc"][:1]: found for found in reversed(error.errors(include_url=False))}  # of each field
+        problems = [_problem(kind, found, where) for found in first.values()]
+        problems.sort(key=lambda said: "known: " in said)
+        short = [said.partition(" known: ")[0].rstrip(";") for said in problems[:-1]]  # the names are listed once
+        raise UsageError("; ".join([*short, problems[-1]])) from None
+
+
+def _problem(kind: type, found: Mapping[str, Any], where: str) -> str:
+    """What is wrong with one field, and what to give instead."""
+    path = shortened(".".join(map(str, found["loc"])))
+    if found["type"] != "unexpected_keyword_argument":
+        return f"{where}: {path}: {shortened(found['msg'], 300)}"
+    if instead := getattr(kind, "REFUSED", {}).get(path):
+        return f"{where}: {path} is no setting: {instead}"
+    known = [field.name for field in fields(kind)] if is_dataclass(kind) else ()
+    return str(unknown_name("option", path, known, where))
 
 
 @dataclass(frozen=True, slots=True)

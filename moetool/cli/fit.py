@@ -6,7 +6,7 @@ import typer
 
 from moetool.base import tables
 from moetool.base.config import parse_bytes
-from moetool.base.errors import CapacityError
+from moetool.base.errors import CapacityError, UsageError
 from moetool.cli.flags import Json, Revision
 
 if TYPE_CHECKING:
@@ -51,12 +51,16 @@ def fit(
     from moetool.models.files.hub import with_revision
     from moetool.models.shape import open_shape
 
-    options = FitOptions(
-        machine=machine,
-        host_bytes=None if memory is None else parse_bytes(memory),
-        gpu_bytes=None if gpu_memory is None else parse_bytes(gpu_memory),
-        disk_bytes_s=None if disk_speed is None else float(parse_bytes(disk_speed.removesuffix("/s"))),
-    )
+    sizes: list[int | None] = []
+    problems = []
+    for flag, text in (("memory", memory), ("gpu-memory", gpu_memory), ("disk-speed", disk_speed)):
+        try:
+            sizes.append(None if text is None else parse_bytes(text.removesuffix("/s" if flag == "disk-speed" else "")))
+        except UsageError as error:
+            problems.append(f"--{flag}: {error}")
+    if problems:
+        raise UsageError("; ".join(problems))
+    options = FitOptions(machine=machine, host_bytes=sizes[0], gpu_bytes=sizes[1], disk_bytes_s=sizes[2])
     opened = open_shape(with_revision(model, revision))
     if isinstance(opened, ConfigModel):
         _print_shape(opened, as_json)
@@ -141,8 +145,9 @@ def _print(found: "Fit") -> None:
         tables.print_paragraph(f"  worth buying: {gain}")
     if found.forms:
         _print_speeds("the same model in other formats, same memory", found.forms)
-    tables.print_paragraph(found.command)
-    print()
+    if found.token is not None:
+        tables.print_paragraph(found.command)
+        print()
     tables.print_lines([(what, value, origin) for what, value, origin in found.facts])
 
 

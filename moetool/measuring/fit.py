@@ -12,7 +12,8 @@ import torch
 
 from moetool.base import families
 from moetool.base.config import parse
-from moetool.base.errors import CapacityError
+from moetool.base.errors import CapacityError, MoetoolError
+from moetool.base.machine import resident_bytes
 from moetool.costing.estimates import STEP_SHARE, ModelTraffic, TokenEstimate, prompt_seconds, token_estimate
 from moetool.measuring.fit_machine import SYSTEM_BYTES, FitMachine, FitOptions, fit_machine, size
 from moetool.measuring.machine_rates import Fact
@@ -193,7 +194,7 @@ def memory_parts(budget: Budget | None) -> list[tuple[str, int, str]]:
         ("expert slots", budget.slots_bytes, f"{budget.slots:,} experts; {budget.why['slots']}"),
         ("KV cache", budget.kv_bytes, f"{budget.first_kv_tokens or budget.kv_tokens:,} tokens at first"),
         ("activations", budget.activation_bytes, f"prompts in chunks of up to {budget.chunk_tokens:,} tokens"),
-        ("libraries", budget.library_bytes, "beside the weights"),
+        ("libraries", budget.library_bytes and budget.library_bytes + resident_bytes(), "beside the weights"),
         ("host memory", budget.host_bytes, "experts between disk and GPU"),
     ]
     return [part for part in parts if part[1]]
@@ -207,7 +208,8 @@ def fit(model: str | Checkpoint, options: FitOptions | FitMachine | None = None)
     """Estimate how a model runs on a machine.
 
     Args:
-        model: as for `Checkpoint.open` without weights, or an open checkpoint.
+        model: as for `Checkpoint.open` without weights, or an open checkpoint; opened with its weights if they are
+            here, since sizes of quantized experts and the last server's misses are theirs.
         options: describe the machine (default: this one), or the machine.
 
     Effects: as for `fit_machine`.
@@ -216,7 +218,7 @@ def fit(model: str | Checkpoint, options: FitOptions | FitMachine | None = None)
         UsageError: there is no such model or machine.
         MismatchError: the model's config is damaged.
     """
-    checkpoint = Checkpoint.open(model, weights=False) if isinstance(model, str) else model
+    checkpoint = _with_weights(Checkpoint.open(model, weights=False) if isinstance(model, str) else model)
     published = nearest_curve(checkpoint.spec)  # refuses a dense model before the machine is measured
     machine = options if isinstance(options, FitMachine) else fit_machine(options or FitOptions())
     estimator = _Estimator(checkpoint, machine, published)
@@ -246,6 +248,17 @@ def fit(model: str | Checkpoint, options: FitOptions | FitMachine | None = None)
         command=f"moetool serve {'MODEL' if checkpoint.name in shape_names() else checkpoint.name}{machine.flags}",
         facts=(*machine.facts, *estimator.facts()),
     )
+
+
+def _with_weights(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with its weight files, if all are here and undamaged."""
+    if checkpoint.weights:
+        return checkpoint
+    try:
+        whole = Checkpoint(checkpoint.path, name=checkpoint.name)
+        return whole if whole.spec.num_experts_L == checkpoint.spec.num_experts_L else checkpoint
+    except MoetoolError:
+        return checkpoint
 
 
 def options_on(checkpoint: Checkpoint, machine: FitMachine) -> ServeOptions:
@@ -302,7 +315,9 @@ class _Estimator:
         """Memory of the machine, or of the GPU, to compare with the sizes that are sold."""
         if self._machine.device_bytes is not None:
             return self._machine.device_bytes + (0 if self._machine.has_gpu else SYSTEM_BYTES)
-        return 0 if budget is None else (budget.limit_bytes or 0) + budget.library_bytes + SYSTEM_BYTES
+        if budget is None:
+            return 0
+        return (budget.limit_bytes or 0) + budget.library_bytes + resident_bytes() + SYSTEM_BYTES
 
     def divide(self, num_bytes: int | None) -> tuple[Budget | None, str]:
         """The division of this much memory, or why the model does not fit."""

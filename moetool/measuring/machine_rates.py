@@ -1,7 +1,8 @@
 """Quick measurements of this machine's rates, in about a second: memory, products, disk, and a GPU's link."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,16 +71,19 @@ def disk_rate(folder: Path, given: float | None = None) -> tuple[float, str]:
         return 1e9, f"assumed: {folder.resolve()} cannot be written"
 
 
-def _fastest(work: Callable[[], object], device: str) -> float:
-    """Seconds of the fastest of a few rounds: other processes only add to them. The first is a warm-up."""
-    seconds = []
+def _fastest(parts: Sequence[Callable[[], object]], device: str) -> float:
+    """Seconds of all parts, each in its fastest round: other processes only add to them. The first is a warm-up."""
+    rounds = []
     for _ in range(_ROUNDS):
-        synchronize(device)
-        began = time.perf_counter()
-        work()
-        synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
+        seconds = []
+        for part in parts:
+            synchronize(device)
+            began = time.perf_counter()
+            part()
+            synchronize(device)
+            seconds.append(time.perf_counter() - began)
+        rounds.append(seconds)
+    return sum(map(min, zip(*rounds[1:], strict=True)))
 
 
 def _products(device: str) -> tuple[float, float]:
@@ -92,8 +96,11 @@ def _products(device: str) -> tuple[float, float]:
         weights.append(linear)
     row, rows = random(torch.bfloat16, device, 1, _WIDTH), random(torch.bfloat16, device, _PROMPT, _WIDTH)
     with torch.inference_mode():
-        one_s = _fastest(lambda: [linear(row) for linear in weights], device)
-        many_s = _fastest(lambda: [linear(rows) for linear in weights[:4]], device)
+        if device == "cpu":  # busy processes rarely leave a core for the time of all products
+            one_s = _fastest([partial(linear, row) for linear in weights], device)
+        else:  # launches overlap with products
+            one_s = _fastest([lambda: [linear(row) for linear in weights]], device)
+        many_s = _fastest([partial(linear, rows) for linear in weights[:4]], device)
     return 2 * _WIDTH * _WIDTH * len(weights) / one_s, 2 * 4 * _PROMPT * _WIDTH * _WIDTH / many_s
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from moetool.base.errors import CapacityError
-from moetool.base.tables import percent
+from moetool.base.tables import count, percent
 from moetool.runtime.decoding import PAGE_TOKENS
 
 GOOD_CONTEXT = 8192
@@ -86,10 +86,11 @@ def divide(model: Footprint, memory_bytes: int, *, kv_tokens: int, chunk_tokens:
     left = memory_bytes - fixed - model.min_slots * model.slot_bytes
     if left < 0:
         raise CapacityError(
-            f"{memory_bytes:,} bytes are too few: weights outside the experts take {model.dense_bytes:,}, KV cache "
-            f"for {kv:,} tokens {kv * kv_token_bytes:,}, activations {chunk * model.token_bytes:,} and at least "
-            f"{model.min_slots} expert slots {model.min_slots * model.slot_bytes:,}: {memory_bytes - left:,} in all; "
-            "allow that much, or give a smaller --set kv_tokens"
+            f"{count(memory_bytes, 'B')} is too little: weights outside the experts take "
+            f"{count(model.dense_bytes, 'B')}, a KV cache of {kv:,} tokens {count(kv * kv_token_bytes, 'B')}, "
+            f"activations {count(chunk * model.token_bytes, 'B')} and {model.min_slots} expert slots "
+            f"{count(model.min_slots * model.slot_bytes, 'B')}, in all {memory_bytes - left:,} bytes; "
+            + ("allow that much" if kv <= LEAST_CONTEXT else "allow that much, or give a smaller --set kv_tokens")
         )
     if chunk_tokens is None:
         most = min(MOST_CHUNK, kv)

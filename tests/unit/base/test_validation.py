@@ -205,3 +205,18 @@ def test_known_options_are_the_fields() -> None:
     with pytest.raises(UsageError) as error:
         parse(Options, {"other": 1}, "--set")
     assert "present" in str(error.value) and "REFUSED" not in str(error.value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    tokens: int = 0
+    share: float | None = None
+    mode: str = ""
+
+
+def test_all_wrong_settings_are_named_at_once_and_the_known_ones_listed_once() -> None:
+    with refused(UsageError, "tokens: Input", "share: Input", "'mod'", "mean 'mode'", "'other'") as error:
+        parse(_Settings, {"other": 1, "tokens": "many", "mod": "x", "share": "half"}, "--set")
+    assert str(error.value).count("known: ") == 1
+    with refused(UsageError, "unknown option 'other' of --set; known: mode, share, tokens"):
+        parse(_Settings, {"other": 1}, "--set")

@@ -3,7 +3,9 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from transformers import AutoConfig
 
@@ -15,6 +17,8 @@ from moetool.measuring.fit import Fit, fit, spoken
 from moetool.measuring.fit_machine import FitOptions
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.automatic import choose
+from moetool.runtime.expected_reads import LEAST_TOKENS
+from moetool.runtime.warm_start import WarmStart
 from tests.gguf_models import written
 from tests.refusals import refused
 
@@ -147,3 +151,17 @@ def test_a_dense_model_is_refused_before_the_machine_is_measured(
     monkeypatch.setattr("moetool.measuring.fit.fit_machine", pytest.fail)
     with refused(UsageError, "LlamaForCausalLM", "moetool models"):
         fit(str(tmp_path))
+
+
+def test_misses_of_the_model_s_last_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    on = replace(LAPTOP, host_bytes=resident_bytes() + GB)
+    origins = {what: origin for what, _, origin in fit("reference", on).facts}
+    assert "routes" in origins["misses"]
+    spec = Checkpoint.open("reference").spec
+    token_N = np.concatenate([spec.num_experts * layer + np.arange(k) for layer, k in enumerate(spec.top_k_L)])
+    routes_NP = np.tile(token_N, (LEAST_TOKENS, 1))
+    learned = SimpleNamespace(spec=spec, state=lambda: {"path_RP": routes_NP}, restore=lambda state: None)
+    WarmStart(spec, "foresight", learned, lambda: []).save()
+    found = fit(Checkpoint.open("reference", weights=False), on)
+    assert {what: origin for what, _, origin in found.facts}["misses"] == "misses of this model's last tokens"
