@@ -144,7 +144,8 @@ def _mean(rows: Sequence[Row], name: str) -> str | None:
 def _listed(rows: Sequence[Row], name: str) -> str | None:
     """Return the values of all seeds; one where they are equal."""
     values = [row[name] for row in rows if row[name] is not None]
-    return ", ".join(dict.fromkeys(f"{value:.0f}" if isinstance(value, float) else str(value) for value in values))
+    texts = [f"{value:.0f}" if isinstance(value, float) else str(value) for value in values]
+    return ", ".join(texts if len(set(texts)) > 1 else texts[:1])
 
 
 def _parts(trace: Trace, tokens: int, folder: Path) -> tuple[Trace, Trace | None]:

@@ -52,6 +52,10 @@ def test_rows_are_evaluations_of_each_seed(routes: Path, tmp_path: Path, monkeyp
         names[:3], key=lambda name: sum(row["match"] for row in made.of(predictor=name, task="known"))
     )
     assert "promoe on routes" in found[1] and "hidden" in found[1]
+    (row,) = made.of(predictor="path_mlp", seed=0, task="known")
+    made.rows.append({**row, "seed": 2, "epochs": 7})
+    assert any("1, 1, 7" in cells for cells in next(tables(made)).rows)  # every seed's, where they differ
+    del made.rows[-1]
 
     def again(*_: object, **__: object) -> None:
         raise AssertionError("trained again")
