@@ -29,7 +29,10 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     try:
         return TypeAdapter(with_config(ConfigDict(extra="forbid"))(kind)).validate_python(dict(values))
     except ValidationError as error:
-        first = {found["loc"][:1]: found for found in reversed(error.errors(include_url=False))}  # of each field
+        first: dict[Any, Any] = {}  # of each field: a value that may have several types has an error for each
+        for found in error.errors(include_url=False):
+            whole = found["type"] in ("missing", "unexpected_keyword_argument")
+            first.setdefault(found["loc"] if whole else found["loc"][:1], found)
         problems = [_problem(kind, found, where) for found in first.values()]
         problems.sort(key=lambda said: "known: " in said)
         short = [said.partition(" known: ")[0].rstrip(";") for said in problems[:-1]]  # the names are listed once
@@ -43,6 +46,8 @@ def _problem(kind: type, found: Mapping[str, Any], where: str) -> str:
         return f"{where}: {path}: {shortened(found['msg'], 300)}"
     if instead := getattr(kind, "REFUSED", {}).get(path):
         return f"{where}: {path} is no setting: {instead}"
+    if len(found["loc"]) > 1:
+        return f"unknown option {path!r} of {where}"
     known = [field.name for field in fields(kind)] if is_dataclass(kind) else ()
     return str(unknown_name("option", path, known, where))
 

@@ -208,15 +208,23 @@ def test_known_options_are_the_fields() -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Settings:
     tokens: int = 0
     share: float | None = None
     mode: str = ""
+    parts: tuple[_Part, ...] = ()
 
 
 def test_all_wrong_settings_are_named_at_once_and_the_known_ones_listed_once() -> None:
     with refused(UsageError, "tokens: Input", "share: Input", "'mod'", "mean 'mode'", "'other'") as error:
         parse(_Settings, {"other": 1, "tokens": "many", "mod": "x", "share": "half"}, "--set")
     assert str(error.value).count("known: ") == 1
-    with refused(UsageError, "unknown option 'other' of --set; known: mode, share, tokens"):
+    with refused(UsageError, "unknown option 'other' of --set; known: mode, parts, share, tokens"):
         parse(_Settings, {"other": 1}, "--set")
+    with refused(UsageError, "parts.0.size: Field required", "'parts.0.sze'", "parts.1.size: Field required"):
+        parse(_Settings, {"parts": [{"sze": 1}, {}]}, "--set")
