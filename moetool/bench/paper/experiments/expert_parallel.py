@@ -13,12 +13,14 @@ from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.named_machine import MachineChoice, simulated_costs
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
-from moetool.bench.paper.workbench import Workbench
+from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.costing.machines import NamedMachine, NamedModel
+from moetool.models.checkpoint import Checkpoint
 from moetool.placement import planner
 from moetool.placement.decide import InForce, ReplacementCosts, Replanner
 from moetool.placement.demand import Demand
 from moetool.placement.planner import Problem
+from moetool.prompts import gather
 from moetool.simulation.lockstep import RankMachines
 from moetool.simulation.lockstep_serving import LockstepServing, ServingOptions
 from moetool.simulation.placement_control import PlacementDecisions, find_mode
@@ -28,6 +30,10 @@ from moetool.simulation.simulated_costs import planning_latency
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.workload import RequestSource, Route, SimulatedRequest, read_source
 from moetool.trace.reader import Trace
+from moetool.training.predictor import Predictor, load_predictor
+from moetool.training.quantize.calibration import from_prompts
+from moetool.training.quantize.replica import make_replica
+from moetool.training.quantize.replica_layers import ReplicaOptions
 
 _WHAT = {
     "latency": "mean latency of a batch",
@@ -280,8 +286,7 @@ def _serve(bench: Workbench, options: Options, one: ModeRun, case: _Case, settin
     )
     predict = None
     if one.predictor:
-        learned = bench.others(options.data, setting.seed) or setting.tasks.traces[0]
-        predictor = bench.predictor(one.predictor, learned)
+        predictor = _predictor(bench, options, one.predictor, setting)
         predict = lambda route: predictor.workload(route.token_id_T.tolist(), options.new_tokens)  # noqa: E731
     decisions = PlacementDecisions(
         mode.sees,
@@ -298,6 +303,32 @@ def _serve(bench: Workbench, options: Options, one: ModeRun, case: _Case, settin
     serving = LockstepServing(machines, requests, decisions, ServingOptions(seats=options.seats, static=True))
     serving.run()
     return serving
+
+
+def _predictor(bench: Workbench, options: Options, name: str, setting: _Setting) -> Predictor:
+    """Return a predictor of pending requests, trained on the other parts of their prompt sets.
+
+    A 4-bit replica of the embedded model is calibrated on the prompt sets that are not served.
+
+    Raises:
+        CannotTestError: only traces were given, and a replica needs the model.
+    """
+    if name != "awq_replica":
+        return bench.predictor(name, bench.others(options.data, setting.seed) or setting.tasks.traces[0])
+
+    if bench.given:
+        raise CannotTestError("a replica needs the model, but only traces were given")
+
+    def make() -> Predictor:
+        texts = [one for data in ALL if data not in options.data for one in gather.load([data])[: bench.sizes.prompts]]
+        checkpoint, folder = Checkpoint.open(MODEL), bench.folder("replica")
+        blocks = {"length": 128, "max_tokens": 4096}
+        calibration = from_prompts(texts, checkpoint.tokenizer, checkpoint.vocab_size, seed=0, **blocks)
+        make_replica(checkpoint, folder, calibration, ReplicaOptions(grid=6, **blocks))
+        return load_predictor(folder)
+
+    predictor: Predictor = bench.once(f"replica without {options.data}", make)
+    return predictor
 
 
 def _cluster(trace: Trace, machine: NamedMachine, model: NamedModel, options: Options, case: _Case) -> Cluster:

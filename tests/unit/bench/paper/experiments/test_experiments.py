@@ -228,6 +228,26 @@ def test_migration_and_planning_cost_as_on_the_named_machine(tmp_path: Path, giv
         expert_parallel.run(bench, expert_parallel.Options(**{**common, "new_tokens": 256}, machine="h200-node"))
 
 
+def test_a_replica_of_the_model_predicts_queued_requests(tmp_path: Path, given: dict[str, Path]) -> None:
+    runs = {
+        name: expert_parallel.ModeRun(mode="director-proactive", migrate="free", predictor=predictor)
+        for name, predictor in (("replica", "awq_replica"), ("oracle", ""))
+    }
+    common: dict[str, Any] = {"machine": "h200-node", "model": "deepseek-v2-lite", "gpus": (2,), "runs": runs}
+    common |= {"seats": 1, "batches": 3, "new_tokens": 1}
+    sizes = Sizes(seeds=2, prompts=4)
+    found = expert_parallel.run(
+        Workbench(sizes=sizes, machine=LOADS_ALONE, work=tmp_path),
+        expert_parallel.Options(data=("arithmetic",), **common),
+    )
+    assert found.values["replica"] == pytest.approx(found.values["oracle"], rel=0.05)
+    with refused(CannotTestError, "a replica needs the model"):
+        expert_parallel.run(
+            Workbench(sizes=sizes, machine=LOADS_ALONE, work=tmp_path, given=given),
+            expert_parallel.Options(data=(), **common),
+        )
+
+
 @pytest.mark.parametrize("composition", ["mixed", "one task", "drift"])
 def test_batches_are_drawn_from_their_tasks(tmp_path: Path, composition: Any) -> None:
     """Prompts of the first task have other lengths than the second's; nothing is served that placements are made of."""
