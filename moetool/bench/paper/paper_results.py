@@ -12,6 +12,9 @@ from moetool.bench.bench_result import BenchResult, Columns, Row, table
 from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.verdict import ANSWERS
 
+_ROUNDING = 1e-9
+"""Interval of equal values, as a share of their mean."""
+
 
 def tables(made: BenchResult) -> Iterator[Any]:
     """The tables of each paper, and of the numbers of verdicts if there are several papers."""
@@ -91,10 +94,15 @@ def _counts(paper: str, rows: list[Row]) -> Row:
 
 
 def _value(found: Row) -> str:
-    """Format a mean with its interval, without digits of the mean that the interval leaves open."""
+    """Format a mean with its interval, without digits of the mean that the interval leaves open.
+
+    Counted values and equal ones, which differ by rounding alone, have no interval.
+    """
     unit = found["unit"]
     scale, sign = (100, " %") if unit == "%" else (1, f" {unit}" if unit else "")
     mean, half = scale * found["mean"], None if found["half_95"] is None else scale * found["half_95"]
+    if half is not None and half <= _ROUNDING * abs(mean):
+        half = None
     if half and math.isfinite(half):
         mean = round(mean, 1 - math.floor(math.log10(half))) + 0.0  # not -0
     return f"{found['name']} {_number(mean, 3)}{'' if half is None else f' ± {_number(half, 2)}'}{sign}"

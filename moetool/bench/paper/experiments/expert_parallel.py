@@ -315,16 +315,16 @@ def _predictor(bench: Workbench, options: Options, name: str, setting: _Setting)
     """
     if name != "awq_replica":
         return bench.predictor(name, bench.others(options.data, setting.seed) or setting.tasks.traces[0])
-
     if bench.given:
         raise CannotTestError("a replica needs the model, but only traces were given")
 
     def make() -> Predictor:
         texts = [one for data in ALL if data not in options.data for one in gather.load([data])[: bench.sizes.prompts]]
         checkpoint, folder = Checkpoint.open(MODEL), bench.folder("replica")
-        blocks = {"length": 128, "max_tokens": 4096}
-        calibration = from_prompts(texts, checkpoint.tokenizer, checkpoint.vocab_size, seed=0, **blocks)
-        make_replica(checkpoint, folder, calibration, ReplicaOptions(grid=6, **blocks))
+        calibration = from_prompts(
+            texts, checkpoint.tokenizer, checkpoint.vocab_size, length=128, max_tokens=4096, seed=0
+        )
+        make_replica(checkpoint, folder, calibration, ReplicaOptions(grid=6))
         return load_predictor(folder)
 
     predictor: Predictor = bench.once(f"replica without {options.data}", make)
