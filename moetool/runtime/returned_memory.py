@@ -54,12 +54,27 @@ def release_code() -> None:
     """
     if (library := _library()) is None:
         return
-    code, clean = range(0), False
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+    for code in unchanged_mappings(Path("/proc/self/smaps").read_text(encoding="utf-8")):
+        library.madvise(ctypes.c_void_p(code.start), ctypes.c_size_t(len(code)), _DONTNEED)
+
+
+def unchanged_mappings(smaps: str) -> list[range]:
+    """Addresses of libraries' code and constants that equal their files, by the text of /proc/self/smaps.
+
+    The loader writes addresses into constants of some libraries. Such a page is anonymous, in memory or swapped out,
+    and cannot be read again from the file.
+    """
+    found: list[range] = []
+    changed = True
+    for line in smaps.splitlines():
         if (match := _MAPPING(line)) is not None:
-            code, clean = range(int(match[1], 16), int(match[2], 16)), match[3] is not None
-        elif line.split() == ["Anonymous:", "0", "kB"] and clean:  # no page differs from the file
-            library.madvise(ctypes.c_void_p(code.start), ctypes.c_size_t(len(code)), _DONTNEED)
+            changed = match[3] is None
+            if not changed:
+                found.append(range(int(match[1], 16), int(match[2], 16)))
+        elif not changed and line.startswith(("Anonymous:", "Swap:")) and line.split()[1] != "0":
+            changed = True
+            found.pop()
+    return found
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from moetool.models.loading import CPU, load_lazy
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import open_store
 from moetool.runtime.memory_share import MemoryShare, flexible_share
-from moetool.runtime.returned_memory import release_pages, return_freed_memory
+from moetool.runtime.returned_memory import release_pages, return_freed_memory, unchanged_mappings
 from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.sizing import LEAST_CHUNK, MOST_CHUNK, Footprint, divide
 from tests.command_line import child_environment
@@ -73,6 +73,31 @@ assert (a @ b).tolist() == expected
 def test_code_of_libraries_is_not_resident_until_it_runs_again() -> None:
     # In a process of its own: another test may have returned this one's.
     subprocess.run([sys.executable, "-c", _RELEASE], check=True, env=child_environment())
+
+
+@pytest.mark.parametrize(
+    ("access", "file", "anonymous", "swapped", "unchanged"),
+    [
+        ("r-xp", "/lib/libc.so.6", 0, 0, True),
+        ("r--p", "/lib/libc.so.6", 0, 0, True),
+        ("r--p", "/lib/libc.so.6", 8, 0, False),
+        ("r--p", "/lib/libc.so.6", 0, 8, False),  # the pages that the loader wrote are swapped out
+        ("rw-p", "/lib/libc.so.6", 0, 0, False),
+        ("r--p", "/lib/locale-archive", 0, 0, False),
+    ],
+)
+def test_only_mappings_that_equal_their_file_are_returned(
+    access: str, file: str, anonymous: int, swapped: int, unchanged: bool
+) -> None:
+    lines = [
+        f"7f0000000000-7f0000003000 {access} 00001000 08:01 42                         {file}",
+        f"Anonymous:             {anonymous} kB",
+        f"Swap:                  {swapped} kB",
+        f"SwapPss:               {swapped} kB",
+        "7f0000004000-7f0000005000 rw-p 00000000 00:00 0 ",
+        "Anonymous:             0 kB",
+    ]
+    assert unchanged_mappings("\n".join(lines)) == [range(0x7F0000000000, 0x7F0000003000)] * unchanged
 
 
 def test_few_compiled_products_are_kept_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
