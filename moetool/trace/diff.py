@@ -1,6 +1,5 @@
 """Routing differences of two traces of the same tokens, by layer: effects of quantization, fine-tuning or an engine."""
 
-from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,8 +68,9 @@ def diff(a: Trace, b: Trace) -> TraceDiff:
     """Compare two traces token by token.
 
     Requests are matched by their pair id, else by dataset, task and prompt. Where no names are equal, as in a server's
-    log and the trainer's file, those are matched whose token ids begin with all of the other's. Tokens are compared up
-    to the first id that differs. If ids are withheld in one of them, prompt tokens are compared.
+    log and the trainer's file, those with equal token ids are matched, then those of which one begins with the
+    other's ids. Tokens are compared up to the first id that differs. If ids are withheld in one of them, prompt tokens
+    are compared.
 
     Raises:
         MismatchError: the models' shapes differ, or no request is in both.
@@ -121,19 +121,27 @@ def _pairs(a: Trace, b: Trace) -> tuple[dict[int, int], int, int]:
 
 
 def _same_tokens(a: Trace, b: Trace) -> dict[int, int]:
-    """Pair requests of which one has all tokens of the other, from the first on, and maybe more."""
-
-    def texts(trace: Trace) -> list[tuple[bytes, int]]:
-        whole = [rows for rows in trace.whole_requests() if rows.position_T[0] == 0 and (rows.token_id_T >= 0).all()]
-        return sorted((rows.token_id_T.astype(">i4").tobytes(), int(rows.request_T[0])) for rows in whole)
-
-    theirs, pairs = texts(b), {}
-    for text, request in texts(a):
-        after = bisect_left(theirs, (text, -1))  # a longer one follows in this order, a shorter one comes before
-        for i in (after, after - 1):
-            if 0 <= i < len(theirs) and (theirs[i][0].startswith(text) or text.startswith(theirs[i][0])):
-                pairs[request] = theirs.pop(i)[1]
-                break
+    """Pair requests with equal tokens, then those of which one begins with all tokens of the other."""
+    requests: dict[bytes, tuple[list[int], list[int]]] = {}  # of both traces, by their tokens
+    for which, trace in enumerate((a, b)):
+        for rows in trace.whole_requests():
+            if rows.position_T[0] == 0 and (rows.token_id_T >= 0).all():
+                text = rows.token_id_T.astype(">i4").tobytes()
+                requests.setdefault(text, ([], []))[which].append(int(rows.request_T[0]))
+    pairs: dict[int, int] = {}
+    begun: list[tuple[bytes, int, int]] = []  # texts of one trace, each begins with the one before it
+    for text in sorted(requests):  # a text follows those that it begins with
+        mine, theirs = requests[text]
+        pairs |= zip(mine, theirs, strict=False)
+        while begun and not text.startswith(begun[-1][0]):
+            begun.pop()
+        which = int(len(theirs) > len(mine))
+        for request in (mine, theirs)[which][min(len(mine), len(theirs)) :]:
+            if begun and begun[-1][1] != which:
+                other = begun.pop()[2]
+                pairs |= {other: request} if which else {request: other}
+            else:
+                begun.append((text, which, request))
     return pairs
 
 

@@ -94,6 +94,10 @@ def test_traces_without_a_common_name_are_paired_by_their_tokens(tmp_path: Path)
     found = diff(a, rollouts(tmp_path / "b", other, "rl"))
     assert (found.requests, found.tokens, found.left_out) == (4, a.num_tokens, 0)
     assert (found.only_a, found.only_b, found.equal_share) == (0, 1, 1)
+    # an equal text comes before one that begins it, and another text may lie between them in their order
+    c = rollouts(tmp_path / "e", [([1, 2], [0]), ([1, 2, 3], [0]), ([5, 6, 7, 8], [0])], "served")
+    found = diff(c, rollouts(tmp_path / "f", [([1], [0]), ([1, 2], [0]), ([5, 6], [0]), ([5, 6, 7, 1], [0])], "rl"))
+    assert (found.requests, found.tokens, found.only_a, found.only_b) == (3, 2 + 1 + 2, 0, 1)
     moved = diff(a, rollouts(tmp_path / "c", other, "rl", shift=1))
     assert [layer.changed for layer in moved.layers] == [0, 1] and moved.equal_share == 0.5
     with refused(MismatchError, "no prompt in common"):
