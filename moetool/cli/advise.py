@@ -85,7 +85,7 @@ def advise(
     for sentence in advice.unknown:
         tables.print_paragraph(sentence)
     for purpose, command in _next(shlex.quote(str(path)), has_tokens=advice.replayed_on is not None):
-        tables.print_paragraph(f"Next, {purpose}: moetool {command}")
+        print(f"Next, {purpose}: moetool {command}")  # in one line, to copy
 
 
 def _next(path: str, has_tokens: bool) -> Iterator[tuple[str, str]]:

@@ -198,7 +198,8 @@ def replay(
     for name, why in left_out.items():
         tables.narrate(f"moetool: auto leaves out {name}, {why}")
     for row in chosen:
-        tables.narrate(f"moetool: auto is {row.policy} with {tables.count(row.budget_bytes, 'B')} for experts")
+        size = f"{tables.count(row.budget_bytes, 'B')} for" if source.spec.sized else f"memory for {row.budget_bytes:,}"
+        tables.narrate(f"moetool: auto is {row.policy} with {size} experts")
     if served:
         tables.narrate("moetool: the decisions of served are equal to the log's")
     if draw is not None:

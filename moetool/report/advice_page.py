@@ -146,7 +146,7 @@ def _placements(advice: Advice) -> list[Answer]:
 def memory_table(advice: Advice) -> TextTable:
     """Return a table with a row for each memory size."""
     columns: dict[str, Callable[[MemoryLine], str]] = {
-        "memory": _memory,
+        "memory": lambda line: _share(line) + (f" ({tables.count(line.budget_bytes, 'B')})" if advice.sized else ""),
         "best policy": lambda line: line.policy or "-",
         "pool": lambda line: line.pool if line.policy else "-",
         "slots": lambda line: f"{line.slots:,}",
@@ -204,11 +204,6 @@ def page(advice: Advice, source: str) -> str:
         facts=[("source", source), ("chosen on", advice.chosen_on), ("scored on", advice.scored_on)],
         sections=[section(advice)],
     )
-
-
-def _memory(line: MemoryLine) -> str:
-    sized = line.budget_bytes > line.slots  # experts of an unknown size count as one byte each
-    return _share(line) + (f" ({tables.count(line.budget_bytes, 'B')})" if sized else "")
 
 
 def _share(line: MemoryLine) -> str:

@@ -129,6 +129,7 @@ class Advice:
 
     Attributes:
         model, shape: name and MoE layers of the model, in words.
+        sized: whether the size of an expert is known; else each counts as one byte.
         chosen_on, scored_on: choosing and scoring requests, in words.
         replayed_on: replayed part of `scored_on`, in words; None for counts.
         held_out, replay_held_out: whether counts, and requests to replay, are held out.
@@ -140,6 +141,7 @@ class Advice:
 
     model: str
     shape: str
+    sized: bool
     chosen_on: str
     scored_on: str
     replayed_on: str | None
@@ -217,6 +219,7 @@ def advise(
     return Advice(
         model=spec.name,
         shape=f"{spec.num_layers} MoE layers of {spec.num_experts} experts, top-{max(spec.top_k_L)}",
+        sized=spec.sized,
         chosen_on=_words(workload, used),
         scored_on=_words(workload, held_out or used),
         replayed_on=replayed_on,

@@ -24,7 +24,7 @@ def replay_table(
     hosted = any(row.host_bytes_per_decode_token for row in rows)
     columns = ["policy", "budget", "slots", "hit rate", "in decode", "loads"]
     columns += ["loaded", "MB/decode token"] if sized else ["loads/decode token"]
-    columns += ["MB on host/token"] if hosted else []
+    columns += ["MB on host/token" if sized else "on host/token"] if hosted else []
     split = any(row.misses != "load" for row in rows)
     bounded = any(row.bound_s is not None for row in rows)
     columns[1:1] = ["misses"] * split
@@ -33,7 +33,10 @@ def replay_table(
     table = []
     for row in rows:
         size = count(row.budget_bytes, "B") if sized else f"{row.budget_bytes:,} experts"
-        moved = f"{row.bytes_per_decode_token / 1e6:,.3f}" if sized else f"{row.loads_per_decode_token:,.1f}"
+        moved, on_host = (
+            f"{number / 1e6:,.3f}" if sized else f"{number:,.1f}"
+            for number in (row.bytes_per_decode_token, row.host_bytes_per_decode_token)
+        )
         cells = [
             row.policy + " (auto)" * (row in chosen) + f" (trained on {row.trained_on})" * (row.trained_on > 0),
             *([row.misses] if split else []),
@@ -44,7 +47,7 @@ def replay_table(
             count(row.counts.loads),
             *([count(row.loaded_bytes, "B")] if sized else []),
             moved if row.decode_tokens else "-",
-            *([f"{row.host_bytes_per_decode_token / 1e6:,.3f}"] if hosted else []),
+            *([on_host] if hosted else []),
         ]
         if timed:
             assert row.timing is not None, "all rows have times, or none has"
@@ -66,7 +69,8 @@ def replay_table(
             "link+host: the bound, compute without experts and then misses at the rates of link and host together"
         )
     if hosted:
-        notes.append("MB on host/token: weights that the host's cores read instead of a load; compare the sum of both")
+        read = "MB on host/token: weights" if sized else "on host/token: experts"
+        notes.append(f"{read} that the host's cores read instead of a load; compare the sum of both")
     if any(row.trained_on for row in rows):
         notes.append("trained on: requests here that the predictor was trained on; on new ones it hits less")
     return TextTable(title=title, columns=columns, rows=table, num_keys=3 + split, notes=tuple(notes))

@@ -31,10 +31,12 @@ def test_experts_of_an_unknown_size_are_counted(run: Run, tmp_path: Path) -> Non
     (tmp_path / "f.csv").write_text("\n".join(["token,layer,expert", *rows]) + "\n")
     import_trace([tmp_path / "f.csv"], None, tmp_path / "t")
     file = tmp_path / "experts.svg"
-    code, out, err = run("replay", "--trace", tmp_path / "t", "--policy", "lru", "--budget", "25%,50%", "--draw", file)
-    assert code == 0 and "4 experts" in out and "loads/decode token" in out and "4 B" not in out, err
+    replay = ("replay", "--trace", tmp_path / "t", "--policy", "lru,auto", "--budget", "25%,50%")
+    code, out, err = run(*replay, "--draw", file)
+    assert code == 0 and "4 experts" in out and "loads/decode token" in out and "4 B" not in out + err, err
+    assert "memory for 4 experts" in err
     assert {"experts loaded for each new token", "expert slots"} <= texts(file)
-    code, out, _ = run("advise", tmp_path / "t", "--memory", "25%,50%")
+    code, out, _ = run("advise", tmp_path / "t", "--memory", "25%,50%", "--policy", "on_demand")
     assert code == 0 and "25 %" in out and "(4 B)" not in out
     for command in ("report", "plan cache", "plan placement"):
         assert f"moetool {command} " in out

@@ -34,6 +34,8 @@ def test_experts_of_an_unknown_size_are_counted() -> None:
     cells = dict(zip(made.columns, made.rows[0], strict=True))
     assert (cells["budget"], cells["loads/decode token"]) == ("3 experts (25 %)", "0.5")
     assert not {"loaded", "MB/decode token"} & set(made.columns)
+    made = replay_table("", [replace(row, decode_host_bytes=3)], sized=False)
+    assert dict(zip(made.columns, made.rows[0], strict=True))["on host/token"] == "1.5" and "experts" in made.notes[-1]
 
 
 def test_host_compute_has_a_column_if_a_row_has_some() -> None:
