@@ -246,9 +246,13 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def chosen_kernels() -> dict[str, Any]:
-    """What this process multiplies with on this CPU: instructions and prefetch distances of few rows, and more rows.
+    """What this process multiplies bfloat16 and packed weights with on this CPU.
 
-    Features of the CPU decide all but the distances, which a trial finds (`moetool.kernels.cpu.compiled`).
+    Features of the CPU decide, but for prefetch distances, which a trial finds (`moetool.kernels.cpu.compiled`).
+
+    Returns:
+        instructions (torch's name of them), few_rows (prefetch distance in bytes of each compiled kernel, by number
+        format) and more_rows (products of longer inputs in bfloat16).
     """
     more = "float32 blocks" if many_rows.lacks_bfloat16_products() else "torch"
     return {

@@ -66,7 +66,7 @@ def moe_layers(model: Any) -> list[MoeLayer]:
     config = model.config.get_text_config()
     families.find_or_add(
         model_type,
-        model.config_class.model_type,
+        getattr(model.config_class, "model_type", model_type),
         lambda: infer_family(model_type, found[0][3], int(config.hidden_size)),
     )
     return [
