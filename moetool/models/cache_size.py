@@ -46,7 +46,7 @@ def measure_cache(model: Any, dtype: torch.dtype) -> CacheSize | None:
 
     Effects: replaces forwards of its layers, so that it is of no further use.
     """
-    num_layers, first = _run_alike_once(model)
+    num_layers, first = run_alike_once(model)
     try:
         short, long = (_cache_after(model, length) for length in _LENGTHS)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -103,8 +103,11 @@ def _cache_after(model: Any, length: int) -> Any:
     return made.past_key_values
 
 
-def _run_alike_once(model: Any) -> tuple[int, dict[int, int]]:
-    """Let a layer like an earlier one return what that one did; gives the number of layers, and the earlier one's."""
+def run_alike_once(model: Any) -> tuple[int, dict[int, int]]:
+    """Let a layer like an earlier one return what that one did; gives the number of layers, and the earlier one's.
+
+    Effects: replaces forwards of the model's layers.
+    """
     layers = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1), ())
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     firsts: dict[Any, tuple[int, list[Any]]] = {}

@@ -15,7 +15,7 @@ import torch
 from moetool.base import families
 from moetool.base.bounded_read import require_itself
 from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line
-from moetool.base.json_files import decode_json, read_bounded
+from moetool.base.json_files import decode_json, parse_object, read_bounded
 from moetool.base.types import ModelSpec
 from moetool.kernels.cpu.scaled_weight import unpacked_at_once
 from moetool.models.cache_size import CacheSize, measure_cache
@@ -33,7 +33,7 @@ from moetool.models.files.revision import config_revision, revision_of
 from moetool.models.files.tensor_index import FLOATS, TensorIndex, has_weights, read_index
 from moetool.models.gguf.tokenizer import read_gguf_tokenizer
 from moetool.models.gguf.weights import read_gguf
-from moetool.models.layer_checks import check_layers
+from moetool.models.layer_checks import check_forward, check_layers
 from moetool.models.libraries import require_transformers
 from moetool.models.packed_linear import estimate_packed_linears, find_packed_linears, form_of_linear
 from moetool.models.shards import Shards
@@ -91,7 +91,7 @@ class Checkpoint:
             self._whole_config = _parse_config(path, self.raw)
             self.quantization = quantization_of(self.raw, path)
         self.config: Any = self._whole_config.get_text_config()
-        check_config(self.config, self.raw, path if path.is_file() else path / "config.json")
+        check_config(self.config, self.raw, self._config_file)
         for config in (self.config, self._whole_config):
             if hasattr(config, "quantization_config"):
                 del config.quantization_config  # the model is always built unpacked
@@ -118,6 +118,10 @@ class Checkpoint:
         """Close all files opened through this object. Values stay cached, and files may be opened again."""
         for shards in list(self._opened):
             shards.close()
+
+    @property
+    def _config_file(self) -> Path:
+        return self.path / "config.json" if self._gguf is None else self.path
 
     # -- the model without its weights ---------------------------------------------------------------------------
 
@@ -192,8 +196,11 @@ class Checkpoint:
             )
         for problem in self._gguf.contradictions if self._gguf is not None else ():
             _LOG.warning("%s: its header counts %s: the tensors decide", self.path, problem)
+        check_forward(self.empty_model(_PLACEHOLDER), self._config_file)
         if self.weights:
-            check_layers(self.layers, self.sources, self.weight_index.weights, self.path)
+            check_layers(
+                self.layers, self.sources, self.weight_index.weights, self.path, by_header=self._gguf is not None
+            )
         return spec
 
     def stored_embeddings(self, dtype: torch.dtype, device: str = "cpu") -> dict[str, list[str]]:
@@ -496,8 +503,23 @@ def read_tokenizer(folder: Path, **options: Any) -> Any:
         raise
     except Exception as error:  # transformers checks little and raises any error
         if not _is_code(folder / "tokenizer_config.json"):
-            raise UsageError(f"{folder} has no tokenizer that can be read: {first_line(error)}") from None
+            raise UsageError(f"{folder} has no tokenizer that can be read: {_fault_of_files(folder, error)}") from None
     return read_fast_tokenizer(folder)
+
+
+def _fault_of_files(folder: Path, error: Exception) -> str:
+    """Say which file of a tokenizer is damaged, or else quote an error of transformers beside all files."""
+    files = sorted(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern))
+    for file in files:
+        try:
+            if file.suffix == ".json":
+                parse_object(file.read_bytes(), constants=True)
+            elif file.suffix == ".jinja":
+                file.read_text("utf-8")
+        except (OSError, ValueError) as fault:
+            return f"its {file.name} is damaged ({first_line(fault)}); download it again"
+    lacks = "" if (folder / "tokenizer.json").is_file() else "there is no tokenizer.json, and of its other files: "
+    return f"{lacks}{first_line(error)} (read: {', '.join(file.name for file in files) or 'none'})"
 
 
 def read_fast_tokenizer(folder: Path) -> Any:

@@ -1,20 +1,70 @@
-"""Check a model's layers against those in its weight files."""
+"""Check that a model's layers fit together, and that they are those in its weight files."""
 
 import logging
 import re
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from moetool.base.errors import MismatchError
+import torch
+
+from moetool.base.errors import MismatchError, first_line
+from moetool.models.cache_size import run_alike_once
 from moetool.models.conversion import TensorSource
+from moetool.models.experts.expert_form import holds_experts
 from moetool.models.experts.moe_layers import MoeLayer
 
 _LOG = logging.getLogger(__name__)
+_NO_FAULT = re.compile(r"meta tensor|Cache").search
+"""In errors of a forward that needs numbers, or a cache that some layers lack."""
 _split = re.compile(r"(.*?\.)(\d{1,6})\.(.+)").fullmatch
 
 
+def check_forward(model: Any, file: Path) -> None:
+    """Refuse a config whose sizes do not fit together, so that the model's own forward fails.
+
+    Args:
+        model: on the meta device, where a forward takes no memory.
+        file: its config, for errors.
+
+    Effects: replaces forwards of its layers, so that it is of no further use.
+
+    Raises:
+        MismatchError: with the module that fails, and torch's words. A forward that needs numbers is not checked
+            beyond the first operation that does.
+    """
+    run_alike_once(model)
+    for module in model.modules():
+        if holds_experts(module):
+            module.forward = lambda hidden, *rest, **more: hidden.new_empty(hidden.shape)
+    tokens = torch.zeros(1, 8, dtype=torch.long, device="meta")
+    try:
+        with torch.inference_mode():
+            model(tokens, position_ids=torch.arange(8, device="meta")[None], use_cache=True)
+    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+        if isinstance(error, NotImplementedError) or _NO_FAULT(str(error)):
+            return
+        raise MismatchError(
+            f"{file}: its sizes do not fit together, since a forward fails{_module_of(error, model)}: "
+            f"{first_line(error)}; correct it, or download the model again"
+        ) from None
+
+
+def _module_of(error: Exception, model: Any) -> str:
+    """Name the innermost module that an error passed."""
+    names = {id(module): name for name, module in model.named_modules()}
+    owners = [id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((f" in {names[owner]}" for owner in reversed(owners) if names.get(owner)), "")
+
+
 def check_layers(
-    layers: Sequence[MoeLayer], sources: Mapping[str, TensorSource], weights: Collection[str], path: Path
+    layers: Sequence[MoeLayer],
+    sources: Mapping[str, TensorSource],
+    weights: Collection[str],
+    path: Path,
+    *,
+    by_header: bool = False,
 ) -> None:
     """Refuse weight files of other counts than the config, and warn of weights that the model's layers do not take.
 
@@ -26,10 +76,11 @@ def check_layers(
         sources: the tensors of each parameter of the model.
         weights: weights in the files, by their names in an unquantized checkpoint.
         path: path of the checkpoint, for errors.
+        by_header: whether the config comes from the header of the same file, so that the model takes all weights.
 
     Raises:
         MismatchError: the files hold a further layer, or layers of more or fewer experts, or with a gap in their
-            numbers.
+            numbers; or with `by_header` a weight that the model's layers do not take.
     """
     for layer in layers:
         _require_experts(layer, sources, path)
@@ -57,6 +108,11 @@ def check_layers(
                 f"{path}: its weight files hold the layer {root}{number}, but its config.json counts "
                 f"{last[root] + 1} layers (num_hidden_layers); correct it, or download the model again"
             )
+    if ignored and by_header:
+        raise MismatchError(
+            f"{path}: it holds {ignored[0]}, which the model of its header lacks: a count there is wrong; convert or "
+            "download the model again"
+        )
     if ignored:
         _LOG.warning(
             "%s: the model ignores %d weights of its layers, such as %s: check whether its config describes them",

@@ -180,14 +180,14 @@ def fit_template(messages: Iterable[dict[str, Any]], template: str) -> list[dict
 
     A template that shows only the first call of a message (gpt-oss, Llama 3.1) gets a message for each call, followed
     by its result. One that checks for ids of nine characters (Mistral) gets such ids, and one that appends arguments
-    to its text (DeepSeek) gets them as text.
+    to its text (DeepSeek, Functionary) gets them as text.
     """
     fitted = list(messages)
     if "tool_calls[0]" in template and not re.search(r"\bfor\s+\w+\s+in\s[^%]*tool_calls", template):
         fitted = list(_one_call_each(fitted))
     if re.search(r"id\s*\|\s*length\s*[!=]=\s*9\b", template):
         fitted = list(_with_short_ids(fitted))
-    if re.search(r"arguments['\"]?\]?\s*\+", template):
+    if re.search(r"arguments['\"]?\]?\s*\+|\+\s*[\w.'\"\[\]]+arguments['\"]?\]?\s*-?}}", template):
         fitted = [_with_text_arguments(message) for message in fitted]
     return fitted
 

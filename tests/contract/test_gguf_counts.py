@@ -110,3 +110,10 @@ def test_tensors_of_different_numbers_of_experts_are_refused(leaf: str, tmp_path
     numbers = _block("qwen3moe", 1, predicting=False)[name][:3]
     with pytest.raises(MismatchError, match=rf"{leaf}\.weight is of [34] experts, expected [34] as blk\."):
         Checkpoint.open(_changed("qwen3moe", tmp_path, {name: numbers}))
+
+
+def test_a_tensor_that_the_model_of_the_header_lacks_is_refused(tmp_path: Path) -> None:
+    """Without it, a model of other logits would run."""
+    with pytest.raises(MismatchError, match=r"shared_experts.*, which the model of its header lacks") as caught:
+        _ = Checkpoint.open(_changed("ernie4_5-moe", tmp_path, expert_shared_count=0)).spec
+    assert str(tmp_path) in str(caught.value)

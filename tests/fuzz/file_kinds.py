@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+import re
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pyarrow.parquet as pq
+import safetensors
 import safetensors.numpy
 from hypothesis import strategies as st
 
@@ -46,6 +48,7 @@ from moetool.training.predictor import CARD, WEIGHTS, build, load_predictor, sav
 from moetool.tuning.replay import replay
 from tests import artefacts, corruption, edge_workers, foreign, traces
 from tests.clusters import make_cluster
+from tests.fuzz import compared_kinds
 from tests.synthetic import make_forward, make_spec, random_experts
 from tests.tiny_shape import CONFIG
 
@@ -62,10 +65,12 @@ class Target:
     Attributes:
         cases: strategy of the files that a reading gets, by their names in a folder.
         read: reads them, in that folder.
+        examples: cases for a test that takes seconds.
     """
 
     cases: Callable[[], st.SearchStrategy[Files]]
     read: Callable[[Path], object]
+    examples: int = 60
 
 
 def _single(name: str, strategy: Callable[[], st.SearchStrategy[bytes]], read: Callable[[Path], object]) -> Target:
@@ -439,7 +444,7 @@ def _targets() -> dict[str, Target]:
             lambda p: dataset_recipe.load(str(p)),
         ),
         "config": _single("config.json", lambda: corruption.json_files(CONFIG), _read_config),
-        "safetensors": Target(_headers, lambda folder: read_index(folder)),
+        "safetensors": Target(_headers, _read_safetensors),
         "frames": _single("frames.bin", _frames, _read_frames),
         "trace": Target(lambda: _folders(_example(_write_trace)), _read_trace),
         "counts": Target(lambda: _folders(_example(_write_counts)), _read_trace),
@@ -479,6 +484,27 @@ def _headers(draw: st.DrawFn) -> Files:
     return {"model.safetensors": draw(corruption.safetensors_files(data))}
 
 
+def _read_safetensors(folder: Path) -> None:
+    """What is accepted is what the safetensors library reads; it accepts duplicate keys and arrays for tensors too."""
+    data = (folder / "model.safetensors").read_bytes()
+    try:
+        theirs: dict[str, Any] | None = dict(safetensors.deserialize(data))
+    except safetensors.SafetensorError:
+        theirs = None
+    try:
+        index = read_index(folder)
+    except MoetoolError as error:
+        assert theirs is None or re.search("twice|no description", str(error)), (
+            f"refused what safetensors reads: {error}"
+        )
+        raise
+    assert theirs is not None, "accepted what safetensors refuses"
+    assert index.tensors.keys() == theirs.keys()
+    for name, tensor in index.tensors.items():
+        stored = theirs[name]["dtype"], tuple(theirs[name]["shape"]), bytes(theirs[name]["data"])
+        assert (tensor.dtype, tensor.shape, index.read(tensor)) == stored, name
+
+
 def _read_profile(path: Path) -> None:
     profile = CostProfile.load(path)
     profile.save(path)
@@ -487,4 +513,6 @@ def _read_profile(path: Path) -> None:
         profile.load_all_s(profile.loads[0].tier)
 
 
-TARGETS = _targets()
+TARGETS = _targets() | {
+    name: Target(kind.files, kind.read, kind.examples) for name, kind in compared_kinds.TARGETS.items()
+}

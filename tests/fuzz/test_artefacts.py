@@ -138,7 +138,7 @@ def test_corpus(path: Path) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_few_corrupted_files(name: str) -> None:
-    look_for(name, seed=0, examples=60)
+    look_for(name, seed=0, examples=TARGETS[name].examples)
 
 
 @pytest.mark.slow

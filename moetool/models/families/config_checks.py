@@ -12,6 +12,7 @@ _LEAST = {
     "hidden_size": 1,
     "num_attention_heads": 1,
     "vocab_size": 1,
+    "unpadded_vocab_size": 1,
     "intermediate_size": 0,
     "moe_intermediate_size": 0,
     **dict.fromkeys(EXPERTS, 0),

@@ -167,6 +167,7 @@ RELATIONS = (
         "an even number",
         _family("axk1", "deepseek_v3", "longcat_flash"),
     ),
+    Relation(("qk_nope_head_dim",), lambda width: width % 2 == 0, "an even number", _family("deepseek_v2")),
     # Layers.
     *(
         Relation(

@@ -358,7 +358,7 @@ def lfm2(meta: Metadata) -> dict[str, Any]:
         "norm_eps": meta("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": meta("shortconv.l_cache"),
         "conv_bias": meta.has("shortconv.in_proj.bias"),
-        "use_expert_bias": meta.has("exp_probs_b.bias"),
+        "use_expert_bias": True,  # llama.cpp's graph needs it
         "norm_topk_prob": True,  # llama.cpp's graph fixes it
         "layer_types": ["full_attention" if full else "conv" for full in meta.layers_with("attn_q.weight")],
     }

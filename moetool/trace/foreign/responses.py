@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.base.errors import MismatchError, first_line
+from moetool.base.tables import numbered
 from moetool.base.types import ModelSpec
 from moetool.trace.foreign.model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
 from moetool.trace.foreign.routes import Routes, RouteSequence, check, prompt_rows, whole_requests
@@ -194,7 +195,7 @@ def sequence(where: str, name: str, experts_THK: np.ndarray, facts: ModelFacts, 
     start, prompt_tokens = 0, answer.prompt_tokens
     if prompt_tokens is not None:
         start = prompt_tokens + answer.new_tokens - 1 - num_rows if answer.new_tokens is not None else 0
-        if start < 0 or not num_rows or num_rows < prompt_tokens - start:
+        if not 0 <= start <= prompt_tokens or not num_rows or num_rows < prompt_tokens - start:
             new = f" and {answer.new_tokens} new ones" if answer.new_tokens else ""
             raise MismatchError(
                 f"{where} has {num_rows} rows for {prompt_tokens} prompt tokens{new}, expected one less; request it "
@@ -239,8 +240,11 @@ def routes(path: Path, found: list[RecordedAnswer]) -> Routes:
     """Return all answers of a file."""
     widest = max(found, key=lambda one: one.spec.num_experts)
     notes = [*NOTES, *widest.notes]
-    if any(one.start for one in found):
-        notes.append("some prompts were recorded from a later position: their earlier tokens are missing")
+    if late := [one.sequence.name for one in found if one.start]:
+        notes.append(
+            f"the prompts of {len(late):,} of {numbered(len(found), 'answer')}, such as {late[0]}, were recorded from "
+            "a later position: their earlier tokens are missing"
+        )
     if any(one.sequence.prompt_tokens is None for one in found):
         notes.append("responses without a usage do not mark the first new token")
     if reused := sum(one.reused for one in found):

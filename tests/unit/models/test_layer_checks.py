@@ -1,4 +1,4 @@
-"""Layers and experts in safetensors files are those of the config, or the model is refused."""
+"""Layers fit together, and with the experts in safetensors files, or the model is refused."""
 
 import json
 from collections.abc import Mapping
@@ -29,6 +29,25 @@ def _model(folder: Path, family: str = "qwen3_moe", **changed: Any) -> Path:
 def _add(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     file = folder / "model.safetensors"
     save_file({**load_file(file), **tensors}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "module"),
+    [
+        ("longcat_flash", {"qk_nope_head_dim": 9}, "model.layers.0.self_attn.0"),
+        ("hy_v4", {"index_head_dim": 16, "qk_rope_head_dim": 64}, "indexer"),
+        ("nemotron_h", {"chunk_size": 0}, "model.layers.0.mixer"),
+        ("cohere2_moe", {"shared_expert_combination_strategy": "x", "num_shared_experts": 1}, "model.layers.1.mlp"),
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_refused(
+    family: str, changed: dict[str, Any], module: str, tmp_path: Path
+) -> None:
+    """transformers accepts these configs, and fails in the first forward."""
+    families.require_known(family)
+    (tmp_path / "config.json").write_text(json.dumps(families.config(family).to_dict() | changed))
+    with refused(MismatchError, tmp_path / "config.json", module):
+        _ = Checkpoint(tmp_path, weights=False).spec
 
 
 @pytest.mark.parametrize("family", EXPERTS)

@@ -122,6 +122,8 @@ def test_groups_divide_the_experts_of_every_family_that_routes_by_them(family: s
         ("nemotron_h", {"n_groups": 3}, "mamba_num_heads: found 4", "of 3 (n_groups)"),
         ("olmoe", {"hidden_size": 42}, "hidden_size: found 42", "of 4 (num_attention_heads)"),
         ("deepseek_v4", {"o_groups": 3}, "num_attention_heads: found 4", "3 (o_groups)"),
+        ("deepseek_v2", {"qk_nope_head_dim": 3}, "qk_nope_head_dim: found 3", "even"),
+        ("inkling_text", {"unpadded_vocab_size": 0}, "unpadded_vocab_size: found 0", "1 to"),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim: found 7", "even"),
         ("hy_v3", {"mlp_layer_types": ["dense", *["sparse"] * 3]}, "mlp_layer_types: found", "3 (num_hidden_layers)"),
         ("glm_moe_dsa", {"indexer_types": ["full"] * 2}, "indexer_types: found", "3 (num_hidden_layers)"),
