@@ -220,8 +220,8 @@ MULTIMODAL = {
 """Families of vision-language models, with the family of their text part."""
 
 
-def save_multimodal(family: str, to: Path) -> torch.nn.Module:
-    """Write and return a tiny vision-language model."""
+def save_multimodal(family: str, to: Path, **changed: Any) -> torch.nn.Module:
+    """Write and return a tiny vision-language model, with further values of its text part's config."""
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.utils import logging
 
@@ -233,7 +233,7 @@ def save_multimodal(family: str, to: Path) -> torch.nn.Module:
         **{"num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2, "num_heads": 2},
         **{"image_size": 28, "patch_size": 14},
     }
-    text = config(MULTIMODAL[family]).to_dict()
+    text = config(MULTIMODAL.get(family, f"{family}_text"), **changed).to_dict()
     whole = AutoConfig.for_model(family, text_config=text, vision_config=vision)
     torch.manual_seed(0)
     model: torch.nn.Module = AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).eval()

@@ -159,7 +159,7 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
     return file
 
 
-_PUBLISHED = {
+PUBLISHED = {
     "model.hc_head.hc_": "hc_head_",
     "model.embed_tokens.": "embed.",
     "model.": "",
@@ -174,7 +174,7 @@ def _publish(file: Path) -> None:
 
     tensors = {}
     for name, tensor in load_file(file).items():
-        for theirs, published in _PUBLISHED.items():
+        for theirs, published in PUBLISHED.items():
             name = name.replace(theirs, published, 1)
         tensors[name] = tensor
     for name in [name for name in tensors if ".experts." in name]:

@@ -145,7 +145,7 @@ class Checkpoint:
     @property
     def stands_alone(self) -> bool:
         """Whether transformers loads only its language model."""
-        return str(self.raw.get("model_type")) not in families.SAME_AS and stands_alone(self.config)
+        return str(self.raw.get("model_type")) not in families.SAME_AS and stands_alone(self._whole_config)
 
     def empty_model(self, dtype: torch.dtype) -> Any:
         """Return a new skeleton of this data type that the caller may change."""

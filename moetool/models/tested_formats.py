@@ -14,6 +14,8 @@ BY_EXPERT = (
 """Families whose files hold one tensor per expert and matrix."""
 BY_EXPERT_FORMATS = ("fp8_block", "fp8_scaled", "nvfp4", "gptq", "awq", "int4")
 """The formats that all of them are tested with."""
+RELEASED = ("deepseek_v4", "minimax_m3_vl_text", "mistral_large4_text")
+"""Further families tested in the layout of their release, with experts in FP8 (DeepSeek V4's in 4 bits beside it)."""
 _MXFP4 = ("gpt_oss", "qwen3_moe")
 _GGUF = {"deepseek_v2", "glm4_moe_lite", *(architecture.family for architecture in ARCHITECTURES.values())}
 """The first two also have the architecture `deepseek2`."""
@@ -36,6 +38,7 @@ def format_table() -> dict[str, dict[str, bool]]:
         tested = {
             *(BY_EXPERT_FORMATS if name in BY_EXPERT else ()),
             *(["dense"] if runs else []),
+            *(["fp8_block"] if name in RELEASED else []),
             *(["mxfp4"] if name in _MXFP4 else []),
             *(["gguf"] if name in _GGUF else []),
         }

@@ -56,6 +56,13 @@ def conversion_mapping(model: Any) -> list[Any]:
     return mapping
 
 
+def has_conversions(model_type: str) -> bool:
+    """Whether transformers converts the tensors of checkpoints of this type."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    return bool(get_checkpoint_conversion_mapping(model_type))
+
+
 def weight_loading() -> Any:
     """The module with the classes of a `conversion_mapping`, and the functions that apply them to names."""
     from transformers import core_model_loading

@@ -7,13 +7,24 @@ from typing import Any
 import torch
 
 from moetool.base.errors import UsageError, first_line, shortened
+from moetool.models.transformers_internals import has_conversions
 
 
-def stands_alone(config: Any) -> bool:
-    """Whether transformers has a language model class for this text config."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+def stands_alone(whole: Any) -> bool:
+    """Whether transformers has a language model class for a config's text part, and reads the checkpoint's names so.
 
-    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    Some multimodal checkpoints have names that it converts only for the whole model (MiniMax M3).
+
+    Args:
+        whole: the checkpoint's full config.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as ALONE
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as WITHIN
+
+    text = whole.get_text_config()
+    if type(text) not in ALONE or type(whole) in ALONE or type(whole) not in WITHIN:
+        return type(text) in ALONE
+    return has_conversions(text.model_type) or not has_conversions(whole.model_type)
 
 
 def build_empty(whole: Any, path: Path, dtype: torch.dtype) -> Any:
@@ -32,7 +43,7 @@ def build_empty(whole: Any, path: Path, dtype: torch.dtype) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     text = whole.get_text_config()
-    alone = stands_alone(text)
+    alone = stands_alone(whole)
     if not alone and type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UsageError(
             f"{path} is of the model type {whole.model_type!r}, whose text part ({text.model_type}) transformers "

@@ -1,0 +1,180 @@
+"""Checkpoints in the names and formats of released models have the weights and logits of transformers' own loading.
+
+Plain transformers reads each with `dequantize`, so the expected weights are not moetool's.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import load_full
+from moetool.models.tested_formats import BY_EXPERT, RELEASED
+from tests import families, gguf_oracle
+from tests.greedy import forward_logits
+
+TOKENS = torch.tensor([[5, 9, 11, 3, 4, 20, 33, 7, 8, 6, 21, 40]])
+_BLOCK = 16
+_EXACT = torch.float8_e8m0fnu
+Tensors = dict[str, torch.Tensor]
+
+
+class Layout(NamedTuple):
+    """A released layout.
+
+    Attributes:
+        family: of the checkpoint.
+        changed: further values of the config of its text.
+        linear: pattern of the names of quantized weights.
+        write: from a name and a weight to the stored tensors.
+        config: its `quantization_config`.
+    """
+
+    family: str
+    changed: dict[str, Any]
+    linear: str
+    write: Callable[[str, torch.Tensor], Tensors]
+    config: dict[str, Any]
+
+
+def _fp8(scale: str, dtype: torch.dtype, rows: int = _BLOCK, columns: int = _BLOCK) -> Callable[..., Tensors]:
+    """FP8 with a scale for each block, or for the whole weight with 0 rows; its name replaces `weight`."""
+
+    def write(name: str, weight: torch.Tensor) -> Tensors:
+        blocks = weight.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)) if rows else weight[None, :, None]
+        scales = blocks.abs().amax((-3, -1), keepdim=True) / 448
+        if dtype in (_EXACT, torch.uint8):
+            scales = scales.log2().ceil().exp2()
+        values = (blocks / scales).to(torch.float8_e4m3fn).view(weight.shape)
+        stored = scales[..., 0, :, 0] if rows else scales.reshape(())
+        stored = stored.to(_EXACT).view(torch.uint8) if dtype is torch.uint8 else stored.to(dtype)
+        return {name: values, name.removesuffix("weight") + scale: stored}
+
+    return write
+
+
+def _deepseek_v4(name: str, weight: torch.Tensor) -> Tensors:
+    """Experts in 4 bits with a scale for 32 numbers, other layers in FP8."""
+    if ".experts." not in name:
+        return _fp8("scale", _EXACT)(name, weight)
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    groups = weight.unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil().exp2()
+    codes = ((groups / scale).abs()[..., None] - numbers).abs().argmin(-1) | ((groups < 0).long() << 3)
+    codes = codes.flatten(1).to(torch.uint8)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+    return {name: packed, name.removesuffix("weight") + "scale": scale[..., 0].to(_EXACT)}
+
+
+def _method(rows: int, columns: int, **more: Any) -> dict[str, Any]:
+    block = {"weight_block_size": [rows, columns]} if rows else {"weight_block_size": None}
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", **block, **more}
+
+
+LAYOUTS = {
+    "DeepSeek-V4": Layout(
+        "deepseek_v4",
+        {"moe_intermediate_size": 32, "intermediate_size": 32, "head_dim": 32, "q_lora_rank": 32, "o_lora_rank": 16},
+        r".*(attn\.w(q_a|q_b|kv|o_b)|ffn\..*w[123])\.weight",
+        _deepseek_v4,
+        {**_method(_BLOCK, _BLOCK, scale_fmt="ue8m0"), "expert_dtype": "fp4"},
+    ),
+    "GLM-5.2-FP8": Layout(
+        "glm_moe_dsa",
+        {"indexer_types": ["full", "shared", "shared"], "moe_intermediate_size": 32},
+        r".*mlp\.(experts\.\d+|shared_experts)\..*_proj\.weight",
+        _fp8("weight_scale_inv", torch.float32),
+        _method(_BLOCK, _BLOCK),
+    ),
+    "Qwen3.8-FP8": Layout(
+        "qwen3_5_moe",
+        {},
+        r".*language_model.*mlp\.(experts\.\d+|shared_expert)\..*_proj\.weight",
+        _fp8("weight_scale_inv", torch.bfloat16),
+        _method(_BLOCK, _BLOCK),
+    ),
+    "Gemma-4": Layout("gemma4", {}, "", _fp8("scale", torch.float32), {}),
+    "MiniMax-M3-MXFP8": Layout(
+        "minimax_m3_vl",
+        {"intermediate_size": 32, "moe_intermediate_size": 32},
+        r".*language_model.*experts\.\d+\.w[123]\.weight",
+        _fp8("weight_scale_inv", torch.uint8, 1, 32),
+        _method(1, 32),
+    ),
+    "Mistral-Large-4": Layout(
+        "mistral_large4",
+        {},
+        r"layers.*experts\.\d+\.w[123]\.weight",
+        _fp8("qscale_weight", torch.float32, 0),
+        _method(0, 0),
+    ),
+}
+MULTIMODAL = (*families.MULTIMODAL, "minimax_m3_vl")
+
+
+def _write(layout: Layout, folder: Path) -> Path:
+    if layout.family in MULTIMODAL:
+        families.save_multimodal(layout.family, folder, **layout.changed)
+    else:
+        families.save(layout.family, folder, **layout.changed)
+    file = folder / "model.safetensors"
+    if layout.family == "deepseek_v4":
+        _flat(file)
+    stored, quantized = {}, 0
+    for name, weight in load_file(file).items():
+        found = layout.write(name, weight) if re.fullmatch(layout.linear, name) else {name: weight}
+        quantized += len(found) > 1
+        stored |= {key: tensor.contiguous() for key, tensor in found.items()}
+    assert quantized > 8 or not layout.config
+    save_file(stored, file, {"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    if layout.config:
+        (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": layout.config}))
+    return folder
+
+
+def _flat(file: Path) -> None:
+    """Give tensors the names of DeepSeek's files."""
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        for theirs, published in gguf_oracle.PUBLISHED.items():
+            name = name.replace(theirs, published, 1)
+        tensors[name] = tensor
+    save_file(tensors, file, {"format": "pt"})
+
+
+def test_the_table_of_formats_counts_these_families() -> None:
+    texts = {families.MULTIMODAL.get(each.family, each.family) for each in LAYOUTS.values() if each.config}
+    texts = {"minimax_m3_vl_text" if text == "minimax_m3_vl" else text for text in texts}
+    assert {*RELEASED} <= texts <= {*RELEASED, *BY_EXPERT}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_released_layout_is_read_as_transformers_dequantizes_it(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
+
+    layout = LAYOUTS[name]
+    families.require_known(layout.family)
+    path = _write(layout, tmp_path)
+    kind = AutoModelForImageTextToText if layout.family in MULTIMODAL else AutoModelForCausalLM
+    options = {key: value for key, value in layout.config.items() if key in ("weight_block_size", "scale_fmt")}
+    loading: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+    if layout.config:
+        loading["quantization_config"] = FineGrainedFP8Config(dequantize=True, **options)
+    whole, report = kind.from_pretrained(path, **loading)
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    ours, theirs = load_full(Checkpoint.open(path), torch.float32), whole.eval()
+    expected = {key.replace(".language_model.", ".", 1): value for key, value in theirs.state_dict().items()}
+    found = {key.replace(".language_model.", ".", 1): value for key, value in ours.model.state_dict().items()}
+    assert [key for key in found if not torch.equal(found[key], expected[key])] == []
+    theirs.set_experts_implementation("eager")
+    with torch.inference_mode():
+        logits = theirs(TOKENS, use_cache=False).logits[0]
+    rounding = 1e-5 * float(logits.abs().max())
+    assert torch.allclose(forward_logits(path, TOKENS), logits, rtol=0, atol=rounding)
