@@ -49,6 +49,8 @@ def report(
     from moetool.tuning.advice import advise
 
     durable.require_new_file(out, overwrite)
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--out {out}: the page is HTML; give a name that ends in .html")
     if trace.is_file():
         if policy or budget or settings:
             raise UsageError(

@@ -48,3 +48,6 @@ def test_invalid_options_are_refused_before_measuring(
     assert "did you mean 'uses'" in capsys.readouterr().err
     assert _run(monkeypatch, trace, "--out", page, "--policy", "expert_mlp") == 2
     assert not page.exists()
+    assert _run(monkeypatch, trace, "--out", page.with_suffix(".pdf")) == 2
+    said = capsys.readouterr().err
+    assert ".pdf" in said and ".html" in said and not page.with_suffix(".pdf").exists()
