@@ -50,6 +50,21 @@ def test_sizes_that_do_not_fit_together_are_refused(
         _ = Checkpoint(tmp_path, weights=False).spec
 
 
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+def test_a_kernel_that_takes_no_meta_tensors_is_no_fault_of_the_config(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """causal-conv1d, where it is installed, takes tensors of a GPU only."""
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    def kernel(*args: Any, **options: Any) -> None:
+        raise error("Expected x.is_cuda() to be true, but got false.")
+
+    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", kernel, raising=False)
+    (tmp_path / "config.json").write_text(json.dumps(families.config("qwen3_next").to_dict()))
+    assert Checkpoint(tmp_path, weights=False).spec.num_layers
+
+
 @pytest.mark.parametrize("family", EXPERTS)
 @pytest.mark.parametrize("predicting", [0, 1])
 def test_a_config_of_fewer_layers_than_its_weights_is_refused(family: str, predicting: int, tmp_path: Path) -> None:
