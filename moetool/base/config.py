@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from moetool.base.errors import UsageError, shortened, unknown_name
 
 T = TypeVar("T")
+_MOST_PROBLEMS = 8
+"""Most wrong fields that an error names."""
 
 
 def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
@@ -20,7 +22,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         where: owner of the values, for messages ("policy lru").
 
     Raises:
-        UsageError: unknown fields or invalid values, all named by their paths.
+        UsageError: unknown fields or invalid values, named by their paths, at most eight of them.
     """
     from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
@@ -35,6 +37,8 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
             first.setdefault(found["loc"] if whole else found["loc"][:1], found)
         problems = [_problem(kind, found, where) for found in first.values()]
         problems.sort(key=lambda said: "known: " in said)
+        if len(problems) > _MOST_PROBLEMS:
+            problems[_MOST_PROBLEMS - 1 : -1] = [f"{len(problems) - _MOST_PROBLEMS} more"]
         short = [said.partition(" known: ")[0].rstrip(";") for said in problems[:-1]]  # the names are listed once
         raise UsageError("; ".join([*short, problems[-1]])) from None
 

@@ -181,7 +181,7 @@ class Fit:
 def spoken(seconds: float) -> str:
     """Seconds in words: `0.4 s`, `45 s`, `2.3 minutes`, `1.5 hours`."""
     if seconds < 100:
-        return f"{seconds:.2g} s"
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
     return f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 

@@ -187,7 +187,7 @@ class Checkpoint:
         try:
             spec.validate()
         except MismatchError as error:
-            raise MismatchError(f"{self.path / 'config.json'}: {error}; download the model again") from None
+            raise MismatchError(f"{self._config_file}: {error}; download the model again") from None
         if self.quantization is not None and not self.sizes_by_headers:
             _LOG.warning(
                 "bytes of quantized experts of %s are estimated from its config, which does not describe the scales; "

@@ -228,3 +228,6 @@ def test_all_wrong_settings_are_named_at_once_and_the_known_ones_listed_once() -
         parse(_Settings, {"other": 1}, "--set")
     with refused(UsageError, "parts.0.size: Field required", "'parts.0.sze'", "parts.1.size: Field required"):
         parse(_Settings, {"parts": [{"sze": 1}, {}]}, "--set")
+    with refused(UsageError, "option 'x6'", "92 more", "unknown option 'x99' of --set; known: mode") as error:
+        parse(_Settings, {f"x{i}": 1 for i in range(100)}, "--set")
+    assert "'x7'" not in str(error.value)

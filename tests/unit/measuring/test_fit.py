@@ -141,7 +141,7 @@ def test_a_gguf_header_gives_exact_sizes(tmp_path: Path) -> None:
 
 
 def test_seconds_in_words() -> None:
-    assert [spoken(s) for s in (0.42, 45.2, 138, 6000)] == ["0.42 s", "45 s", "2.3 minutes", "1.7 hours"]
+    assert [spoken(s) for s in (0.42, 45.2, 99.7, 138, 6000)] == ["0.42 s", "45 s", "100 s", "2.3 minutes", "1.7 hours"]
 
 
 def test_a_dense_model_is_refused_before_the_machine_is_measured(
