@@ -120,12 +120,14 @@ def replay(
     source = open_trace(trace)
     asked, options = listed(policy), parse_settings(settings)
     sizes = listed(budget) if budget else []
-    if bool(sizes) == (asked == [SERVED]):
-        raise UsageError(
-            "--budget has no effect on served, which has the server's slots; leave it out"
-            if sizes
-            else "give --budget, the memory for experts, such as 25% or 64MB"
-        )
+    if asked == [SERVED]:
+        given = {"--budget": sizes, "--pool": pool != "one", "--pool-unit": pool_unit != "auto", "--draw": draw}
+        if idle := [flag for flag, value in given.items() if value]:
+            raise UsageError(
+                f"{' and '.join(idle)} has no effect on served, which has the server's slots; leave it out"
+            )
+    elif not sizes:
+        raise UsageError("give --budget, the memory for experts, such as 25% or 64MB")
     if not all(text.strip().endswith("%") for text in sizes):
         source.spec.require_sizes(trace)
     budgets = [parse_bytes(text, whole_bytes(source, pool, pool_unit)) for text in sizes]

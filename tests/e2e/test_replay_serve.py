@@ -208,7 +208,8 @@ def test_a_log_with_changes_of_policy_replays_as_it_was_served(
     assert exit_code(monkeypatch, *command, "--json") == 0
     printed, said = capsys.readouterr()
     assert json.loads(printed)[0]["digest"] == row.digest and "equal to the log's" in said
-    for option, fact in (("--budget=25%", "slots"), ("--set=lru.admit=value", "lru")):
+    idle = (("--budget=25%", "slots"), ("--pool=layer", "--pool"), ("--draw=curve.svg", "--draw"))
+    for option, fact in (*idle, ("--set=lru.admit=value", "lru")):
         assert exit_code(monkeypatch, *command, option) == 2
         said = capsys.readouterr().err
         assert fact in said and "no effect" in said
