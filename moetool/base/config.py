@@ -5,7 +5,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from moetool.base.errors import UsageError, shortened, unknown_name
 
@@ -50,10 +50,19 @@ def _problem(kind: type, found: Mapping[str, Any], where: str) -> str:
         return f"{where}: {path}: {shortened(found['msg'], 300)}"
     if instead := getattr(kind, "REFUSED", {}).get(path):
         return f"{where}: {path} is no setting: {instead}"
-    if len(found["loc"]) > 1:
-        return f"unknown option {path!r} of {where}"
-    known = [field.name for field in fields(kind)] if is_dataclass(kind) else ()
-    return str(unknown_name("option", path, known, where))
+    *parents, _ = found["loc"]
+    known = [".".join([*map(str, parents), name]) for name in _names(kind, parents)]
+    return str(unknown_name("option", path, known, where)) if known else f"unknown option {path!r} of {where}"
+
+
+def _names(kind: Any, parents: Iterable[str | int]) -> list[str]:
+    """Fields of a dataclass, or of those in a field of it."""
+    for name in parents:
+        if isinstance(name, int):
+            continue
+        declared = get_type_hints(kind).get(name) if is_dataclass(kind) else None
+        kind = next((each for each in (declared, *get_args(declared)) if is_dataclass(each)), None)
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
 
 @dataclass(frozen=True, slots=True)

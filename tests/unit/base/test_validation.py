@@ -226,7 +226,7 @@ def test_all_wrong_settings_are_named_at_once_and_the_known_ones_listed_once() -
     assert str(error.value).count("known: ") == 1
     with refused(UsageError, "unknown option 'other' of --set; known: mode, parts, share, tokens"):
         parse(_Settings, {"other": 1}, "--set")
-    with refused(UsageError, "parts.0.size: Field required", "'parts.0.sze'", "parts.1.size: Field required"):
+    with refused(UsageError, "parts.0.size: Field required", "mean 'parts.0.size'", "parts.1.size: Field required"):
         parse(_Settings, {"parts": [{"sze": 1}, {}]}, "--set")
     with refused(UsageError, "option 'x6'", "92 more", "unknown option 'x99' of --set; known: mode") as error:
         parse(_Settings, {f"x{i}": 1 for i in range(100)}, "--set")
