@@ -17,7 +17,7 @@ from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.experts.moe_layers import moe_layers
 from moetool.models.loading import load_full, load_lazy
-from moetool.models.tested_formats import BY_EXPERT, BY_EXPERT_FORMATS, INFERRED_AND_RUN, format_table
+from moetool.models.tested_formats import BY_EXPERT, BY_EXPERT_FORMATS, INFERRED_AND_RUN, RELEASED, format_table
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import ExpertStore
 from moetool.runtime.loop.own_caches import open_batcher
@@ -166,6 +166,7 @@ def test_the_table_of_formats_names_what_is_tested() -> None:
     cases = {tuple(name.split("-")) for name in [*QUANTIZED, *PUBLISHED, "gpt_oss-mxfp4"]}
     cases |= {(family, format) for family in BY_EXPERT for format in BY_EXPERT_FORMATS} | {("qwen3_moe", "mxfp4")}
     cases |= {(family, "gguf") for family, _ in gguf_oracle.MODELS.values()}
+    cases |= {(family, "fp8_block") for family in RELEASED}  # see `tests/contract/test_released_layouts.py`
     assert {(family, short.get(format, format)) for family, format in cases} == {
         pair for pair in tested if pair[1] != "dense"
     }

@@ -84,8 +84,9 @@ def _saved(family: str) -> Path:
 # -- pairs of config fields ------------------------------------------------------------------------------------------
 
 _IRRELEVANT = re.compile(
-    r"_.*|.*(dtype|token_id|dropout|initializer|attentions|hidden_states|label.*|router_logits|embeddings|coef)|time_step_.*|"
-    r"transformers_version|return_dict|architectures|problem_type|model_type|use_cache|chunk_size_feed_forward|"
+    r"_.*|.*(dtype|token_id|dropout|initializer.*|attentions|hidden_states|label.*|router_logits|embeddings|coef)|"
+    r"time_step_.*|transformers_version|return_dict|architectures|problem_type|model_type|use_cache|"
+    r"chunk_size_feed_forward|"
     r"vocab_size"
 )
 _CONFIGS = tuple(name for name in (*BY_EXPERT, *INFERRED_AND_RUN, *families.DENSE_LAYERS, "gpt_oss", "granitemoe"))
@@ -206,7 +207,7 @@ def _edited(case: Case, folder: Path) -> None:
             case "drop":
                 del tensors[name]
             case "transpose":
-                tensors[name] = tensor.T.contiguous()
+                tensors[name] = tensor.transpose(0, -1).contiguous()
             case "cut":
                 tensors[name] = tensor[:-1].contiguous()
             case "half":

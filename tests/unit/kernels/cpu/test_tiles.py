@@ -7,7 +7,15 @@ import torch
 
 from moetool.kernels.cpu import matmul
 from moetool.kernels.cpu.kinds import GGML_KINDS, RowKind
-from moetool.kernels.cpu.matmul import MAX_ROWS, MAX_SCALED_ROWS, RowsOf, max_rows, products, scattered_products
+from moetool.kernels.cpu.matmul import (
+    MAX_ROWS,
+    MAX_SCALED_ROWS,
+    MIN_ELEMENTS,
+    RowsOf,
+    max_rows,
+    products,
+    scattered_products,
+)
 from moetool.kernels.cpu.scaled_weight import ScaledWeight
 from moetool.kernels.cpu.tiles import cpu_has_tiles, find_tiles
 from tests.unit.kernels.cpu.test_scaled_weight import CASES, example_weight
@@ -74,7 +82,7 @@ def test_a_stored_weight_gives_the_bits_of_the_unpacked_one(name: str) -> None:
     x = _rows(MAX_SCALED_ROWS + 30, inputs=weight.columns)
     assert max_rows(weight, x.dtype) == sys.maxsize and max_rows(weight, torch.float32) == MAX_SCALED_ROWS
     dense = torch.nn.functional.pad(weight.to(torch.bfloat16), (0, -weight.columns % 64))
-    dense = torch.cat([dense] * (-(-products.MIN_ELEMENTS // dense.numel())))
+    dense = torch.cat([dense] * (-(-MIN_ELEMENTS // dense.numel())))
     unpacked = products([torch.nn.functional.pad(x, (0, -weight.columns % 64))], [dense])[0]
     assert torch.equal(products([x], [weight])[0], unpacked[:, : weight.shape[0]])
 
