@@ -44,7 +44,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def _problem(kind: type, found: Mapping[str, Any], where: str) -> str:
-    """What is wrong with one field, and what to give instead."""
+    """Describe the fault of one field, with a remedy."""
     path = shortened(".".join(map(str, found["loc"])))
     if found["type"] != "unexpected_keyword_argument":
         return f"{where}: {path}: {shortened(found['msg'], 300)}"

@@ -220,7 +220,7 @@ def _edited(case: Case, folder: Path) -> None:
 
 
 def _check_counts(case: Case, folder: Path) -> None:
-    """What is accepted has transformers' logits, with no tensor of the model missing or of another shape."""
+    """Accepted files have transformers' logits, with no tensor of the model missing or of another shape."""
     _edited(case, folder)
     if case["whole"]:
         ours = load_full(Checkpoint.open(folder), torch.float32).model
@@ -299,7 +299,7 @@ def _headers(draw: st.DrawFn) -> Case:
 
 
 def _check_header(case: Case, folder: Path) -> None:
-    """What is accepted has the logits of the model that was converted."""
+    """Accepted files have the logits of the model that was converted."""
     name, moved = case["name"], case["tensor"]
     families.require_known(gguf_oracle.MODELS[name][0])
     architecture, _, _ = _header(name)
@@ -340,7 +340,7 @@ def _whole(shards: int) -> Path:
 
 
 def _content(kind: str, name: str, data: bytes) -> bytes:
-    """What lies in place of a file."""
+    """Contents in place of a file."""
     match kind:
         case "pointer":
             return b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4967215360\n"
@@ -376,7 +376,7 @@ def _directories(draw: st.DrawFn) -> Case:
 
 
 def _check_directory(case: Case, folder: Path) -> None:
-    """What is accepted is what transformers reads; a refusal names a file that was changed."""
+    """Transformers reads what is accepted; a refusal names a file that was changed."""
     from transformers import AutoTokenizer
 
     shutil.copytree(_whole(case["shards"]), folder, dirs_exist_ok=True)

@@ -485,7 +485,7 @@ def _headers(draw: st.DrawFn) -> Files:
 
 
 def _read_safetensors(folder: Path) -> None:
-    """What is accepted is what the safetensors library reads; it accepts duplicate keys and arrays for tensors too."""
+    """The safetensors library reads what is accepted; it accepts duplicate keys and arrays for tensors too."""
     data = (folder / "model.safetensors").read_bytes()
     try:
         theirs: dict[str, Any] | None = dict(safetensors.deserialize(data))

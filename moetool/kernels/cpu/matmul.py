@@ -246,7 +246,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def chosen_kernels() -> dict[str, Any]:
-    """What this process multiplies bfloat16 and packed weights with on this CPU.
+    """Name the kernels of bfloat16 and packed weights in this process on this CPU.
 
     Features of the CPU decide, but for prefetch distances, which a trial finds (`moetool.kernels.cpu.compiled`).
 
