@@ -123,8 +123,9 @@ def replay(
     if asked == [SERVED]:
         given = {"--budget": sizes, "--pool": pool != "one", "--pool-unit": pool_unit != "auto", "--draw": draw}
         if idle := [flag for flag, value in given.items() if value]:
+            verb, it = ("has", "it") if len(idle) == 1 else ("have", "them")
             raise UsageError(
-                f"{' and '.join(idle)} has no effect on served, which has the server's slots; leave it out"
+                f"{' and '.join(idle)} {verb} no effect on served, which has the server's slots; leave {it} out"
             )
     elif not sizes:
         raise UsageError("give --budget, the memory for experts, such as 25% or 64MB")
