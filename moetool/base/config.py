@@ -140,6 +140,14 @@ def parse_bytes(text: str, whole: int | None = None) -> int:
     )
 
 
+def parse_rate(text: str) -> int:
+    """Parse bytes per second from `3GB/s`, `500MB` or `1500000`. Raises: UsageError: the text is none of these."""
+    try:
+        return parse_bytes(text.strip().removesuffix("/s"))
+    except UsageError:
+        raise UsageError(f"{text!r} is not a speed; write bytes per second, such as 3GB/s or 500MB/s") from None
+
+
 def parse_seconds(text: str) -> float:
     """Parse seconds from `80ms`, `0.08s` or `250us`. Raises: UsageError for other texts, or 0."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())

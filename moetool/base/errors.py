@@ -4,11 +4,14 @@ Every message is one line with the value found, the value expected and the next 
 the command line is a bug of moetool and shows its traceback.
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 
 _MOST_CHARACTERS = 1000
 """Maximum length of a message, which may quote files and requests."""
+_KNOWN_NAMES = re.compile(r"(?<=\?) known: [^;]*|; known: [^;]*")
 
 
 class MoetoolError(Exception):
@@ -44,6 +47,37 @@ class CapacityError(MoetoolError):
     """Insufficient memory, disk or context length (exit code 4)."""
 
     exit_code = 4
+
+
+class Problems:
+    """Usage errors of one command, raised together at the end of the block.
+
+    with Problems() as problems:
+        with problems.of("--memory: "):
+            num_bytes = parse_bytes(memory)
+
+    Raises:
+        UsageError: names all of them, without lists of known names if they are too long for a message.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, None] = {}
+
+    def __enter__(self) -> "Problems":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None and self._found:
+            line = "; ".join(self._found)
+            raise UsageError(line if len(line) <= _MOST_CHARACTERS else _KNOWN_NAMES.sub("", line))
+
+    @contextlib.contextmanager
+    def of(self, where: str = "") -> Iterator[None]:
+        """Note the usage error of a block. Args: where: its place, before the message."""
+        try:
+            yield
+        except UsageError as error:
+            self._found[f"{where}{error}"] = None
 
 
 def first_line(error: BaseException) -> str:

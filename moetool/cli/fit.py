@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moetool.base import tables
-from moetool.base.config import parse_bytes
-from moetool.base.errors import CapacityError, UsageError
+from moetool.base.config import parse_bytes, parse_rate
+from moetool.base.errors import CapacityError, Problems
 from moetool.cli.flags import Json, Revision
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def fit(
 
     Reads the config or a GGUF header only; downloads no weights.
     """
+    from moetool.costing.machines import read_named_machine
     from moetool.measuring.fit import FitOptions
     from moetool.measuring.fit import fit as estimate
     from moetool.measuring.fit_machine import fit_machine
@@ -51,17 +52,18 @@ def fit(
     from moetool.models.files.hub import with_revision
     from moetool.models.shape import open_shape
 
-    sizes: list[int | None] = []
-    problems = []
-    for flag, text in (("memory", memory), ("gpu-memory", gpu_memory), ("disk-speed", disk_speed)):
-        try:
-            sizes.append(None if text is None else parse_bytes(text.removesuffix("/s" if flag == "disk-speed" else "")))
-        except UsageError as error:
-            problems.append(f"--{flag}: {error}")
-    if problems:
-        raise UsageError("; ".join(problems))
+    with Problems() as problems:
+        sizes: list[int | None] = []
+        for flag, text in (("memory", memory), ("gpu-memory", gpu_memory), ("disk-speed", disk_speed)):
+            with problems.of(f"--{flag}: "):
+                parsed = parse_rate if flag == "disk-speed" else parse_bytes
+                sizes.append(None if text is None else parsed(text))
+        if machine is not None:
+            with problems.of():
+                read_named_machine(machine)
+        with problems.of():
+            opened = open_shape(with_revision(model, revision))
     options = FitOptions(machine=machine, host_bytes=sizes[0], gpu_bytes=sizes[1], disk_bytes_s=sizes[2])
-    opened = open_shape(with_revision(model, revision))
     if isinstance(opened, ConfigModel):
         _print_shape(opened, as_json)
         return

@@ -98,7 +98,7 @@ def profile(
 def doctor(
     cluster: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT of a Ray head: check the connection, token and versions instead (at most 5 s)."),
+        typer.Option(help="HOST:PORT of a Ray head: check the connection, token and versions instead (at most 12 s)."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from moetool.base import durable, tables
 from moetool.base.config import parse, parse_settings
-from moetool.base.errors import UsageError
+from moetool.base.errors import Problems, UsageError
 from moetool.cli.flags import Json, Overwrite, settable
 
 if TYPE_CHECKING:
@@ -91,14 +91,22 @@ def placement(
     from moetool.placement.planning import open_traces, plan_placement, planning_inputs, slot_limit
 
     durable.require_new_file(out, overwrite)
-    setting, options = _settings(
-        settings,
-        given={"engine": engine, "slots_per_gpu": slots_per_gpu, "redundant": redundant}
-        | {"profile": profile, "machine": machine},
-    )
-    if c_max is not None:
-        options["c_max"] = c_max
-    traces, machines, limit = open_traces(trace, whole=True), load_cluster(cluster), slot_limit(planner, options)
+    options: dict[str, Any] = {}
+    with Problems() as problems:
+        with problems.of():
+            setting, options = _settings(
+                settings,
+                given={"engine": engine, "slots_per_gpu": slots_per_gpu, "redundant": redundant}
+                | {"profile": profile, "machine": machine},
+            )
+        if c_max is not None:
+            options["c_max"] = c_max
+        with problems.of():
+            traces = open_traces(trace, whole=True)
+        with problems.of():
+            machines = load_cluster(cluster)
+        with problems.of():
+            limit = slot_limit(planner, options)
     with tables.progress("planning"):
         inputs = planning_inputs(traces, machines, split, setting, limit)
         plan, rows = plan_placement(traces, machines, planner, options, split=split, setting=setting, inputs=inputs)
@@ -185,22 +193,31 @@ def compare(
 
     if out is not None:
         durable.require_new_file(out, overwrite)
-    setting, options = _settings(
-        settings,
-        given={"engine": engine, "slots_per_gpu": slots_per_gpu, "redundant": redundant}
-        | {"profile": profile, "machine": machine},
-    )
-    machines = load_cluster(cluster)
     names = [name for given in planner for name in given.split(",") if name] if planner else comparable()
-    if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
-        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write PLANNER.OPTION=VALUE")
-    if c_max is not None:
+    options: dict[str, Any] = {}
+    with Problems() as problems:
+        with problems.of():
+            setting, options = _settings(
+                settings,
+                given={"engine": engine, "slots_per_gpu": slots_per_gpu, "redundant": redundant}
+                | {"profile": profile, "machine": machine},
+            )
+        with problems.of():
+            machines = load_cluster(cluster)
+        with problems.of():
+            traces = open_traces(trace, whole=True)
+        for name in [name for name in options if name not in names or not isinstance(options[name], dict)]:
+            with problems.of():
+                raise UsageError(f"--set {name!r} is for none of {', '.join(names)}; write PLANNER.OPTION=VALUE")
         for name in names:
-            if "c_max" in find(name).Options.__dataclass_fields__:
-                options.setdefault(name, {})["c_max"] = c_max
+            with problems.of():
+                kind = find(name).Options
+                if c_max is not None and "c_max" in kind.__dataclass_fields__:
+                    options.setdefault(name, {})["c_max"] = c_max
+                parse(kind, options.get(name, {}), f"planner {name}")
     with tables.progress("planning"):
         found = run(
-            open_traces(trace, whole=True),
+            traces,
             machines,
             names,
             options=options,
@@ -349,19 +366,30 @@ def _settings(
 ) -> "tuple[Setting, dict[str, Any]]":
     """Split settings into those of scoring and those of planners; `given` are those with flags of their own."""
     from moetool.base.errors import unknown_name
+    from moetool.costing.machines import read_named_machine
     from moetool.placement.demand import STARTS
     from moetool.placement.engine_slots import ENGINES
     from moetool.placement.latency import ROUTINGS, SIDES
     from moetool.placement.planning import Setting
 
     values = {**(default or {}), **parse_settings(settings)}
-    setting = parse(Setting, {name: values.pop(name) for name in _SETTINGS if name in values}, "--set")
-    setting = replace(setting, **(given or {}))
-    if setting.engine is not None and setting.engine not in ENGINES:
-        raise unknown_name("--for", setting.engine, ENGINES)
-    for name, known in (("starts", STARTS), ("sides", SIDES), ("routing", ("", *ROUTINGS))):
-        if getattr(setting, name) not in known:
-            raise unknown_name(f"--set {name}", getattr(setting, name), [each for each in known if each])
+    setting = replace(Setting(), **(given or {}))
+    with Problems() as problems:
+        with problems.of():
+            own = parse(Setting, {name: values.pop(name) for name in _SETTINGS if name in values}, "--set")
+            setting = replace(own, **(given or {}))
+        if setting.machine is not None:
+            with problems.of():
+                read_named_machine(setting.machine)
+        for flag, word, known in (
+            ("--for", setting.engine or ENGINES[0], ENGINES),
+            ("--set starts", setting.starts, STARTS),
+            ("--set sides", setting.sides, SIDES),
+            ("--set routing", setting.routing or ROUTINGS[0], ROUTINGS),
+        ):
+            with problems.of():
+                if word not in known:
+                    raise unknown_name(flag, word, known)
     return setting, values
 
 

@@ -9,7 +9,7 @@ import typer
 
 from moetool.base import durable, tables
 from moetool.base.config import parse, parse_bytes, parse_settings
-from moetool.base.errors import UsageError
+from moetool.base.errors import Problems, UsageError, unknown_name
 from moetool.cli.flags import (
     Jobs,
     Json,
@@ -101,11 +101,13 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Simulate cache policies on a trace without the model: hits, loads, bytes and, with --profile, times."""
+    from moetool.caching.layer_slots import require_pool_form
     from moetool.caching.policy import admits_by_value, computes_on_host, parse_options
+    from moetool.costing.machines import read_named_machine
     from moetool.costing.pricing import Prices, with_host_costs
     from moetool.tuning.batches import Batching
     from moetool.tuning.candidates import best, servable, too_large
-    from moetool.tuning.replay import SERVED, ReplaySetup, replay_served, require_place, whole_bytes
+    from moetool.tuning.replay import POOL_UNITS, SERVED, ReplaySetup, replay_served, require_place, whole_bytes
     from moetool.tuning.replay_jobs import replay_with_jobs
     from moetool.tuning.replay_table import replay_table
 
@@ -115,11 +117,35 @@ def replay(
         require_drawable(draw)
         durable.require_new_file(draw, False)
     orders = {"auto": None, "sequential": True, "recorded": False}
-    if order not in orders:
-        raise UsageError(f"unknown --order {order!r}: known are {', '.join(orders)}")
-    source = open_trace(trace)
-    asked, options = listed(policy), parse_settings(settings)
     sizes = listed(budget) if budget else []
+    asked, options = listed(policy), parse_settings(settings)
+    places = listed([misses]) if misses is not None else []
+    with Problems() as problems:
+        for kind, name, allowed in (
+            ("--order", order, orders),
+            ("--requests", requests, ("unseen", "all")),
+            ("--pool-unit", pool_unit, POOL_UNITS),
+        ):
+            with problems.of():
+                if name not in allowed:
+                    raise unknown_name(kind, name, allowed)
+        with problems.of():
+            require_pool_form("--pool", pool)
+        for place in places:
+            with problems.of():
+                require_place(place, False)
+        for text in sizes:
+            with problems.of("--budget: "):
+                parse_bytes(text, 10**15)  # of any number of experts
+        for name in asked:
+            with problems.of():
+                if name not in (SERVED, "auto"):
+                    parse_options(name, {})
+        if machine is not None:
+            with problems.of():
+                read_named_machine(machine)
+        with problems.of():
+            source = open_trace(trace)
     if asked == [SERVED]:
         given = {"--budget": sizes, "--pool": pool != "one", "--pool-unit": pool_unit != "auto", "--draw": draw}
         if idle := [flag for flag, value in given.items() if value]:
@@ -143,7 +169,7 @@ def replay(
     else:
         costs, timeline = read_timeline(profile, options.pop("timeline", {}))
     on_disk = costs is not None and timeline.tier == "disk"
-    places = listed([misses or ("load" if machine is None or on_disk else "load,host,both")])
+    places = places or (["load"] if machine is None or on_disk else ["load", "host", "both"])
     for place in places:
         require_place(place, on_disk)
     predicts = open_predictor(predictor)
@@ -161,8 +187,6 @@ def replay(
         raise UsageError(
             f"--misses {misses} has no effect on {', '.join(asked)}, which place misses themselves; leave it out"
         )
-    if requests not in ("unseen", "all"):
-        raise UsageError(f"unknown --requests {requests!r}: known are unseen, all")
     with_tokens = frozenset(row["request"] for row in source.requests.to_pylist() if row["tokens"])
     seen = find_overlap(source, predicts)
     unseen = with_tokens - seen.repeated

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from moetool.base.bounded_read import read_toml
-from moetool.base.config import parse, parse_bytes
-from moetool.base.errors import MismatchError, UsageError, first_line
+from moetool.base.config import parse, parse_bytes, parse_rate
+from moetool.base.errors import MismatchError, Problems, UsageError, first_line
 from moetool.base.types import Cluster
 from moetool.base.validation import MAX_GPUS
 
@@ -41,10 +41,13 @@ def load_cluster(path: Path) -> Cluster:
         ) from None
     except ValueError as error:
         raise UsageError(f"{path} is not valid TOML ({first_line(error)}); correct it") from None
-    for server in values.get("servers", ()) if isinstance(values.get("servers"), list) else ():
-        if isinstance(server, dict) and isinstance(server.get("gpus"), list):
-            server["gpus"] = [alike for gpu in server["gpus"] for alike in _repeat(gpu, path)]
-    cluster = parse(Cluster, _amounts(values, path), str(path))
+    with Problems() as problems:
+        values = _amounts(values, problems, f"{path}: ")
+        for server in values.get("servers", ()) if isinstance(values.get("servers"), list) else ():
+            if isinstance(server, dict) and isinstance(server.get("gpus"), list):
+                server["gpus"] = [alike for gpu in server["gpus"] for alike in _repeat(gpu, problems, path)]
+        with problems.of():
+            cluster = parse(Cluster, values, str(path))
     try:
         cluster.validate()
     except MismatchError as error:
@@ -52,24 +55,26 @@ def load_cluster(path: Path) -> Cluster:
     return cluster
 
 
-def _repeat(gpu: Any, path: Path) -> list[Any]:
+def _repeat(gpu: Any, problems: Problems, path: Path) -> list[Any]:
     if not isinstance(gpu, dict) or "count" not in gpu:
         return [gpu]
     one = {key: value for key, value in gpu.items() if key != "count"}
-    if not isinstance(gpu["count"], int) or isinstance(gpu["count"], bool) or not 1 <= gpu["count"] <= MAX_GPUS:
-        raise UsageError(f"{path}: servers.gpus.count: found {gpu['count']!r}, expected 1 to {MAX_GPUS:,}")
-    return [one] * gpu["count"]
+    count = gpu["count"]
+    with problems.of():
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_GPUS:
+            raise UsageError(f"{path}: servers.gpus.count: found {count!r}, expected 1 to {MAX_GPUS:,}")
+        return [one] * count
+    return [one]
 
 
-def _amounts(value: Any, path: Path, key: str = "") -> Any:
-    """Return the values with amounts of bytes converted to numbers."""
+def _amounts(value: Any, problems: Problems, where: str, key: str = "") -> Any:
+    """Return the values with amounts of bytes converted to numbers. Args: where: path of the value, with a point."""
     if isinstance(value, dict):
-        return {name: _amounts(item, path, name) for name, item in value.items()}
+        return {name: _amounts(item, problems, f"{where}{name}.", name) for name, item in value.items()}
     if isinstance(value, list):
-        return [_amounts(item, path, key) for item in value]
+        return [_amounts(item, problems, f"{where}{number}.", key) for number, item in enumerate(value)]
     if isinstance(value, str) and key.endswith(("_bytes", "bytes_s")):
-        try:
-            return parse_bytes(value)
-        except UsageError as error:
-            raise UsageError(f"{path}: {key}: {error}") from None
+        with problems.of(f"{where.removesuffix('.')}: "):
+            return (parse_rate if key.endswith("_s") else parse_bytes)(value)
+        return 1  # for the checks of the other fields
     return value

@@ -278,6 +278,20 @@ def test_no_amount_of_memory(run: Run, trace: Path, budget: str, says: str) -> N
     _one_line(run("replay", "--trace", trace, "--policy", "lru", f"--budget={budget}"), 2, says)
 
 
+def test_all_wrong_options_are_named_at_once(run: Run, trace: Path, tmp_path: Path) -> None:
+    replay = ("replay", "--trace", trace, "--policy", "lru,nope", "--budget", "200%,x", "--machine", "h10")
+    facts = ("unknown policy 'nope'", "'200%' is more", "'x' is not an amount", "unknown machine 'h10'")
+    _one_line(run(*replay), 2, *facts)
+    wrong = ("--order", "up", "--pool", "two", "--misses", "never")
+    _one_line(run(*replay, *wrong), 2, *facts, *map(repr, wrong[1::2]))
+    missing = tmp_path / "none.toml"
+    for command in (("compare",), ("placement", "--out", tmp_path / "plan.json")):
+        plan = ("plan", *command, "--trace", "nowhere", "--cluster", missing, "--planner", "nope", "--for", "sgl")
+        settings = ("--set", "starts=up", "--machine", "h10")
+        _one_line(run(*plan, *settings), 2, "'nope'", "'sgl'", "'up'", "'h10'", "'nowhere'", "none.toml")
+    assert not (tmp_path / "plan.json").exists()
+
+
 def test_no_trace(run: Run, tmp_path: Path) -> None:
     _one_line(run("trace", "info", tmp_path / "none"), 2, "no trace at", "moetool capture")
     (tmp_path / "empty").mkdir()

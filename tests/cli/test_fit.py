@@ -54,8 +54,11 @@ def test_a_directory_with_a_config_alone(run: Run, tmp_path: Path) -> None:
     [
         (("qwen3-30b-a3b", "--machine", "laptop-16"), "laptop-16gb"),
         (("qwen3-30b-a3b", "--memory", "lots"), "lots"),
-        (("qwen3-30b-a3b", "--disk-speed", "fast/s"), "--disk-speed: 'fast'"),
+        (("qwen3-30b-a3b", "--disk-speed", "fast/s"), "--disk-speed: 'fast/s' is not a speed"),
         (("qwen3-30b-a3b", "--memory", "lots", "--gpu-memory", "x", "--disk-speed", "1GB/s"), "; --gpu-memory: 'x'"),
+        (("qwen3-30b-a3b", "--machine", "h10", "--memory", "lots"), "'lots' is not an amount of memory; write bytes"),
+        (("qwen3-30b-a3b", "--machine", "h10", "--memory", "lots"), "unknown machine 'h10'"),
+        (("qwen3-30b-a3b", "--machine", "h10", "--disk-speed", "fast"), "'fast' is not a speed"),
         (("qwen3-30b-a3", *LAPTOP), "qwen3-30b-a3b"),
         (("/no/such/folder", *LAPTOP), "/no/such/folder"),
     ],

@@ -301,7 +301,7 @@ class RankHead:
             "ranks": ranks.members,
             "generation": ranks.generation,
             "experts_held": held_G.tolist(),
-            "experts": expert_map(self.spec, [(f"GPU {gpu}", *counts_3LE) for gpu, counts_3LE in enumerate(counts)]),
+            "experts": expert_map(self.spec, [(f"rank {gpu}", *counts_3LE) for gpu, counts_3LE in enumerate(counts)]),
             "memory_bytes": {
                 **{part: size * len(ranks.members) for part, size in self.loop.memory_bytes.items()},
                 "expert_slots": int(held_G.sum()) * self.spec.slot_bytes,

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +43,15 @@ def test_what_listens_and_never_answers_is_given_up() -> None:
         address = f"127.0.0.1:{sock.getsockname()[1]}"
         with refused(UsageError, "Ray head", "1 s"):
             ask_head(address, within_s=1.0)
+
+
+def test_a_head_that_does_not_answer_says_nothing_about_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    answers = iter([0.0, 11.0])  # a second is left of the check's twelve
+    monkeypatch.setattr("moetool.cluster.ray_check.time", SimpleNamespace(monotonic=lambda: next(answers)))
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        (check,) = check_cluster(f"127.0.0.1:{sock.getsockname()[1]}")
+    assert (check.name, check.value, check.good) == ("head", "no answer", False) and "ray status" in check.meaning
 
 
 def test_versions_and_joining() -> None:

@@ -84,7 +84,7 @@ def test_a_cluster_is_read_with_units_counts_and_links(cluster: Cluster) -> None
         ('"lab", "clinic"', '"lab", "lab"', "links.0.between: found lab twice"),
         ("bytes_s = 1e6", "bytes_s = nan", "links.0.bytes_s: found nan"),
         ("link_latency_s = 0.001", "link_latency_s = -1", "link_latency_s: found -1"),
-        ('"62.5MB"', '"fast"', "link_bytes_s: 'fast' is not an amount of memory"),
+        ('"62.5MB"', '"fast"', "link_bytes_s: 'fast' is not a speed"),
         ("count = 2", "count = 0", "count: found 0, expected 1 to"),
         ("count = 2", "count = ", "is not valid TOML"),
         ("reserved_bytes", "reserve_bytes", "reserve"),
@@ -97,6 +97,16 @@ def test_a_wrong_cluster_is_refused_by_field(tmp_path: Path, old: str, new: str,
     with pytest.raises(UsageError, match=message) as caught:
         load_cluster(path)
     assert "\n" not in str(caught.value)
+
+
+def test_all_wrong_fields_of_a_cluster_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    text = CLUSTER.replace('"62.5MB"', '"fast"').replace("count = 2", "count = 0").replace("24000", '"16 pounds"')
+    path.write_text(text.replace("reserved_bytes", "reserve_bytes"))
+    with refused(
+        UsageError, "link_bytes_s: 'fast'", "servers.1.gpus.0.memory_bytes: '16 pounds'", "found 0", "reserve_bytes"
+    ):
+        load_cluster(path)
 
 
 def test_no_cluster_file_is_refused(tmp_path: Path) -> None:
