@@ -75,7 +75,7 @@ class Captured:
         refused: why prompts were left out that the model cannot read.
         tokens: rows of the trace: forwarded tokens, all but the last of each answer.
         seconds: seconds of this run, without interrupted ones.
-        reads: reads of this run, of all nodes; None: of torchrun's processes, or every expert was in memory.
+        reads: reads of this run, of all nodes; None: every expert was in memory.
     """
 
     out: Path

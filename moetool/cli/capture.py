@@ -118,10 +118,6 @@ def capture(
         shares = f"--workers {workers}" if workers > 1 else f"--cluster {cluster}"
         if server is not None:
             raise UsageError(f"{shares} shares the forwards of this tool's model, but --server forwards; leave one out")
-        from moetool.capture.torchrun import under_torchrun
-
-        if under_torchrun():
-            raise UsageError(f"torchrun's processes share the batches; leave out {shares}, or run without torchrun")
     model = with_revision(model, revision)
     values = parse_settings(settings)
     wanted = values.pop("data", {})
@@ -149,7 +145,6 @@ def capture(
         )
         _report_refused(gathered.refused, out)
         return
-    from moetool.capture import torchrun
     from moetool.capture.automatic import CaptureMemory
     from moetool.capture.run import CaptureOptions, RunSetup
     from moetool.capture.run import capture as run
@@ -178,12 +173,7 @@ def capture(
     setup = RunSetup(memory=memory, overwrite=overwrite, resume=resume, on_note=note)
     with tables.stages() as report:
         setup = replace(setup, on_progress=partial(report, f"capturing {model}"))
-        if torchrun.under_torchrun():
-            shared = torchrun.capture_under_torchrun(model, texts, out, options, setup)
-            if shared is None:
-                return  # the process of rank 0 reports for all
-            made = shared
-        elif cluster is not None:
+        if cluster is not None:
             from moetool.cluster.capture_shards import capture_on_cluster
             from moetool.cluster.launch import parse_where
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -112,7 +111,7 @@ def device_kind(name: str) -> torch.device:
 
 
 def parse_device(name: str, first: int = 0) -> torch.device:
-    """Parse a device name: `cpu`, or `cuda` for the first GPU, under torchrun that of the local rank.
+    """Parse a device name: `cpu`, or `cuda` for the first GPU.
 
     Args:
         first: number of the first GPU; those beyond the last one begin again with 0.
@@ -127,7 +126,7 @@ def parse_device(name: str, first: int = 0) -> torch.device:
             f"--device cuda: torch {torch.__version__} finds no usable GPU; 'moetool doctor' shows this "
             "machine's devices; omit --device to run on the CPU"
         )
-    return torch.device("cuda", (first + int(os.environ.get("LOCAL_RANK", "0"))) % torch.cuda.device_count())
+    return torch.device("cuda", first % torch.cuda.device_count())
 
 
 def parse_devices(name: str, count: int, first: int = 0) -> list[torch.device]:

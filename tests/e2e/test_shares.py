@@ -1,11 +1,8 @@
 """Capture larger than memory, and by several processes: the same rows as one process with the model in memory."""
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,7 +24,6 @@ from moetool.prompts.gather import Prompt
 from moetool.runtime.assembly import open_pooled
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
-from tests.command_line import child_environment, exit_code
 from tests.refusals import refused
 
 OPTIONS = CaptureOptions(
@@ -106,31 +102,6 @@ def test_a_failing_batch_ends_the_capture(texts: list[Prompt], tmp_path: Path, m
     with pytest.raises(MoetoolError, match="the model failed on prompt"):
         capture_on_cluster("reference", texts, tmp_path / "t", OPTIONS, parse_where("local:1"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_torchrun_writes_the_trace_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [
-        "capture",
-        "reference",
-        "--data",
-        "chat",
-        "--max-prompts",
-        "5",
-        "--max-new-tokens",
-        "3",
-        "--threads",
-        "1",
-        "--batch-size",  # chosen ones are smaller for two processes
-        "3",
-    ]
-    environment = child_environment(OMP_NUM_THREADS="1")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    whole = [*launcher, "-m", "moetool.cli.main", *command, "--out", str(tmp_path / "two"), "--json"]
-    done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["requests"] == 5
-    assert exit_code(monkeypatch, *command, "--out", tmp_path / "one") == 0
-    assert _files(Trace(tmp_path / "two")) == _files(Trace(tmp_path / "one"))
 
 
 def test_a_model_larger_than_memory_gives_the_same_experts(texts: list[Prompt], one: Trace, tmp_path: Path) -> None:
