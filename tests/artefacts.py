@@ -22,13 +22,12 @@ def _plain(values: Json) -> Json:
 
 
 def CACHE_PLAN() -> Json:
-    """A cache plan: LRU with ten slots and two pinned experts."""
+    """A cache plan: LRU with ten slots."""
     plan = CachePlan(
         spec=SPEC,
         policy="lru",
         options={},
         slots=10,
-        pinned=((0, 1), (2, 7)),
         prefetch_distance=0,
         device_memory_bytes=13_500,
         dense_bytes=3_000,

@@ -154,7 +154,6 @@ def engine(
     log: Path | None = None,
     host_memory_bytes: int | None = None,
     device: torch.device = CPU,
-    pinned: Collection[int] = (),
     layer_slots: Sequence[int] = (),
     devices: int = 1,
     options: dict[str, Any] | None = None,
@@ -167,7 +166,7 @@ def engine(
         policy = build_policies(policy, loaded.spec, options or {}, shares, predictor=predictor)
     policies = policy if isinstance(policy, list) else [policy]
     first = policies[0]
-    residency = open_pool(policies, pinned=pinned, layer_slots=layer_slots)
+    residency = open_pool(policies, layer_slots=layer_slots)
     made = Engine(
         loaded,
         tokenizer,

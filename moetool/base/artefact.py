@@ -25,6 +25,7 @@ class Artefact:
         COMMAND: the command that makes it.
         EXAMPLE: arguments of that command, for messages (default: its --help).
         INDENT: indentation of its JSON; None: one line.
+        FORMER: fields of earlier versions, which may be there if they are empty.
         spec: spec of its model.
     """
 
@@ -34,6 +35,7 @@ class Artefact:
     COMMAND: ClassVar[str]
     EXAMPLE: ClassVar[str] = ""
     INDENT: ClassVar[int | None] = None
+    FORMER: ClassVar[tuple[str, ...]] = ()
 
     spec: ModelSpec
 
@@ -79,7 +81,8 @@ class Artefact:
                 f"{path} holds {shortened(found[0], 40)} of schema version {shortened(found[1], 40)}, expected a "
                 f"{cls.KIND} of version {cls.VERSION}; {advice}"
             )
-        values.pop("moetool_version", None)
+        former = {name for name in cls.FORMER if not values.get(name)}
+        values = {name: value for name, value in values.items() if name not in {"moetool_version", *former}}
         try:
             made = config.parse(cls, values, str(path))
         except UsageError as error:

@@ -28,7 +28,7 @@ def kernels() -> Any:
 
 
 class CompiledEvents:
-    """One pool in slots, on one device, without pinned experts and limits of prefetching.
+    """One pool in slots, on one device.
 
     Args:
         policy: fills its part of the table (`Policy.compile_into`).

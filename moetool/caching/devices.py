@@ -5,7 +5,7 @@ spreads the work of an event. A single device uses `moetool.caching.residency.Re
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from moetool.base.errors import CapacityError, UsageError
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.caching.machine_split import MachineSplit
-from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policy import MIN_SLOTS, Policy, SharedPredictor, admits_by_value, build_policy
 from moetool.caching.residency import Counts, Residency, Step, StepKind
 
@@ -197,22 +196,6 @@ def split_bytes(spec: ModelSpec, budget_bytes: int, devices: int) -> list[int]:
     return _legal([min(most, own_part(spec, d, devices).total_experts) for d in range(devices)], spec)
 
 
-def without_pinned(shares: Sequence[int], pinned: Collection[int]) -> list[int]:
-    """Return the slots of each device that pinned experts leave to its policy.
-
-    Raises:
-        CapacityError: fewer are left than the smallest legal pool.
-    """
-    left = [fit - sum(key % len(shares) == device for key in pinned) for device, fit in enumerate(shares)]
-    for fit, rest in zip(shares, left, strict=True):
-        if rest < MIN_SLOTS:
-            raise CapacityError(
-                f"{fit - rest} pinned experts leave {rest} of {fit} slots, expected at least {MIN_SLOTS}; plan again "
-                f"with fewer pinned experts, or give more memory"
-            )
-    return left
-
-
 def build_policies(
     name: str,
     spec: ModelSpec,
@@ -240,8 +223,6 @@ def open_pool(
     sink: Sink | None = None,
     *,
     capacity_bytes: Sequence[int] | None = None,
-    pinned: Collection[int] = (),
-    limits: PrefetchLimits | None = None,
     layer_slots: Sequence[int] = (),
     split: MachineSplit | None = None,
 ) -> Pool:
@@ -249,8 +230,6 @@ def open_pool(
 
     Args:
         capacity_bytes: capacity of each device's pool, for pools in bytes.
-        pinned: keys of pinned experts, of any device.
-        limits: limits of prefetching. Devices share the bytes of a forward evenly; recall is measured per device.
         layer_slots, split: as for `Residency`; a split has one device.
 
     Raises:
@@ -269,15 +248,11 @@ def open_pool(
         raise UsageError(
             f"a pool per layer works on one device, and {count} devices share the model; use one pool for all layers"
         )
-    if limits is not None and limits.forward_bytes is not None:
-        limits = replace(limits, forward_bytes=limits.forward_bytes // count)
     residencies = [
         Residency(
             policy,
             sink if count == 1 else None,
             capacity_bytes=None if capacity_bytes is None else capacity_bytes[device],
-            pinned=[key for key in pinned if key % count == device],
-            limits=limits,
             share=(device, count),
             layer_slots=layer_slots,
             split=split,

@@ -31,7 +31,7 @@ TOKENS, STRIDE, WIDTH, ROUTES, LAYER, STOP, STEPS = range(12, 19)
 """Events: tokens, int32 numbers from one token's experts to the next one's, experts of a token in the layer if there is
 one, address of the first layer's, first layer, last layer + 1; and the number of steps."""
 REFRESH, PREFETCH, EVENT_SLOTS, VALUE_AGE, CROWDED, MISSES, ORDER, REQUESTS, ROWS, SEEN = range(19, 29)
-"""Foresight: options, slots without pinned ones, and the state of `moetool.caching.policies.foresight.Policy`."""
+"""Foresight: options, slots, and the state of `moetool.caching.policies.foresight.Policy`."""
 SLOT_A, ADMITTED_A, UNUSED_A, HELD_A, NEEDED_E, FREE_P, STEP_S6, COUNT_26, COLUMN_L = range(29, 38)
 """Addresses of int32 slots (-1: none), int64 times of admission, bool prefetched and unused, uint8 marks (`_LOCKED`,
 `_WANTED`), int32 scratch, int32 free slots, int64 steps (forward, layer, kind, key, slot, evicted), int64 counts by

@@ -8,30 +8,7 @@ from typing import Any, ClassVar, Self
 from moetool.base import config, plugins
 from moetool.base import validation as check
 from moetool.base.artefact import Artefact
-from moetool.base.config import Span, require_within
 from moetool.base.errors import MismatchError, UsageError, first_line
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefetchLimits:
-    """Limits of prefetching for every policy, by counts and never by time.
-
-    Attributes:
-        forward_bytes: maximum bytes of all prefetches of one forward; None: no limit.
-        min_recall: prefetching pauses when less than this share of the last `window` prefetched experts was used before
-            eviction; 0 never pauses.
-        window: number of prefetched experts behind the share.
-        pause_forwards: forwards of a pause.
-    """
-
-    forward_bytes: int | None = None
-    min_recall: float = 0.0
-    window: int = 256
-    pause_forwards: int = 64
-
-    def __post_init__(self) -> None:
-        one = Span(1)
-        require_within(self, forward_bytes=Span(0), min_recall=Span(0, 1), window=one, pause_forwards=one)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +30,7 @@ class CachePlan(Artefact):
         slots: expert slots of the pool.
         layer_slots: guaranteed slots of each layer (`moetool.caching.residency.Residency`); empty: one pool for all
             layers.
-        pinned: (layer, expert) of experts that never leave the device.
         prefetch_distance: layers ahead of a prefetch (0: no prefetching).
-        limits: limits of prefetching; None: none.
         device_memory_bytes: device memory for the whole model.
         dense_bytes: its part for dense weights.
         kv_bytes: its part for keys and values.
@@ -82,14 +57,13 @@ class CachePlan(Artefact):
     COMMAND: ClassVar[str] = "moetool plan cache"
     EXAMPLE: ClassVar[str] = "--trace DIR --device-memory 64MB"
     INDENT: ClassVar[int | None] = 1
+    FORMER: ClassVar[tuple[str, ...]] = ("pinned", "limits")
 
     policy: str
     options: dict[str, Any]
     slots: int
     layer_slots: tuple[int, ...] = ()
-    pinned: tuple[tuple[int, int], ...] = ()
     prefetch_distance: int
-    limits: PrefetchLimits | None = None
     device_memory_bytes: int
     dense_bytes: int
     kv_bytes: int
@@ -113,7 +87,7 @@ class CachePlan(Artefact):
         """Refuse an invalid plan.
 
         Raises:
-            MismatchError: its model is invalid; slots, pinned experts and memory contradict each other or the model;
+            MismatchError: its model is invalid; slots and memory contradict each other or the model;
                 its policy or an option is unknown; or a number is negative or not finite.
         """
         self.spec.validate()
@@ -129,13 +103,8 @@ class CachePlan(Artefact):
             check.require_whole("layer_slots: layers", len(self.layer_slots), spec.num_layers, spec.num_layers)
             for layer, (own, size) in enumerate(zip(self.layer_slots, spec.num_experts_L, strict=True)):
                 check.require_whole(f"layer_slots.{layer}", own, 1, size)
-            check.require_whole("layer_slots: in all", sum(self.layer_slots), 1, slots - len(self.pinned))
+            check.require_whole("layer_slots: in all", sum(self.layer_slots), 1, slots)
         check.require_whole("prefetch_distance", self.prefetch_distance, 0, check.MAX_LAYERS)
-        check.require_whole("pinned: experts", len(self.pinned), 0, slots - 1)
-        for i, (layer, expert) in enumerate(self.pinned):
-            check.require_whole(f"pinned.{i}: MoE layer", layer, 0, spec.num_layers - 1)
-            check.require_whole(f"pinned.{i}: expert of MoE layer {layer}", expert, 0, spec.num_experts_L[layer] - 1)
-        check.require_distinct("pinned", self.pinned)
         for name in ("device_memory_bytes", "dense_bytes", "kv_bytes", "kv_tokens", "predictor_bytes", "budget_bytes"):
             check.require_whole(name, getattr(self, name), 0)
         least = slots * min(spec.expert_bytes_L)

@@ -13,8 +13,8 @@ A slot holds any expert of the model, unless each layer has its own slots (`laye
 only, holds as many experts as their sizes allow; slots are then only numbers.
 
 A `moetool.caching.policy.Policy` decides what to prefetch, in which order to load misses, and what to evict. The events
-of some policies are compiled (`moetool.caching.compiled_events`), where they have one pool in slots on one device,
-without pinned experts and limits of prefetching. Decisions are the same.
+of some policies are compiled (`moetool.caching.compiled_events`), where they have one pool in slots on one device.
+Decisions are the same.
 """
 
 from collections import deque
@@ -31,7 +31,6 @@ from moetool.base.types import ForwardInfo, GateEvent, Phase
 from moetool.caching.compiled_events import CompiledEvents, kernels
 from moetool.caching.layer_slots import scaled_down
 from moetool.caching.machine_split import MachineSplit
-from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policy import MIN_SLOTS, Policy
 
 
@@ -114,9 +113,7 @@ class Residency:
     """The slots, the resident experts, and the program of each event.
 
     Args:
-        policy: makes the decisions; its `num_slots` is the size of the pool without the pinned experts.
-        pinned: keys of experts that get a slot each when the first forward begins, and keep it.
-        limits: limits of prefetching.
+        policy: makes the decisions; its `num_slots` is the size of the pool.
         sink: called with every step, its forward and its layer (-1 before the first), for logs and comparisons.
         capacity_bytes: makes it a pool in bytes; at least `num_slots` of the largest expert.
         layer_slots: slots guaranteed to each layer. A layer may use more as long as no other layer claims its own; then
@@ -144,8 +141,6 @@ class Residency:
         sink: Callable[[int, int, Step], None] | None = None,
         *,
         capacity_bytes: int | None = None,
-        pinned: Collection[int] = (),
-        limits: PrefetchLimits | None = None,
         share: tuple[int, int] = (0, 1),
         layer_slots: Sequence[int] = (),
         split: MachineSplit | None = None,
@@ -156,16 +151,9 @@ class Residency:
                 f"({MIN_SLOTS * policy.spec.slot_bytes:,} bytes for this model); raise --device-memory"
             )
         self.policy = policy
-        self.num_slots = policy.num_slots + len(pinned)
+        self.num_slots = policy.num_slots
         self._device, self._devices = share
-        assert len(self._own(pinned)) == len(pinned), "pinned experts belong to another device"
         self._slot_of: dict[int, int] = {}
-        self._pinned = {key: policy.num_slots + i for i, key in enumerate(sorted(pinned))}
-        self.limits = limits or PrefetchLimits()
-        self._left_bytes: int | None = None  # for further prefetches of this forward
-        self._fates: deque[bool] = deque(maxlen=self.limits.window)  # whether each of the last prefetches was used
-        self._pause = 0  # forwards without prefetches
-        self._begun = False
         self._prefill = Counts()
         self._decode = Counts()
         # Both kinds of pool share this code: an expert takes its layer's size, which is 1 in a pool of slots.
@@ -176,26 +164,23 @@ class Residency:
             assert min(layer_slots) >= 1 and sum(layer_slots) <= policy.num_slots
         self._guaranteed = self._layer_slots = tuple(layer_slots)  # with all slots, and without reserved ones
         self._reserved_slots: list[int] = []
-        self._resident_L: list[dict[int, None]] = [{} for _ in layer_slots]  # without pinned experts
+        self._resident_L: list[dict[int, None]] = [{} for _ in layer_slots]
         self._beyond: set[int] = set()  # layers with more residents than their guarantee
         if capacity_bytes is None:
             self._capacity, self._size_L = policy.num_slots, (1,) * spec.num_layers
-            places = policy.num_slots
+            self.places = policy.num_slots
         else:
-            assert not pinned, "a pool in bytes has no slots to pin to"
             assert capacity_bytes >= policy.num_slots * spec.slot_bytes
             self._capacity, self._size_L = capacity_bytes, spec.expert_bytes_L
-            places = spec.total_experts
+            self.places = spec.total_experts
         self._room = self._capacity
-        self.places = places + len(pinned)
-        self._free = list(range(places - 1, -1, -1))
+        self._free = list(range(self.places - 1, -1, -1))
         self._unused: set[int] = set()  # prefetched and not used since
         self._counts = self._decode
         self.sink = sink
         self._requests: dict[int, None] = {}
         self.split = None if policy.computes_on_host else split
-        plain = capacity_bytes is None and not pinned and share == (0, 1) and self.limits == PrefetchLimits()
-        plain = plain and self.split is None
+        plain = capacity_bytes is None and share == (0, 1) and self.split is None
         self._may_compile = plain and self.compiles
         self.compiled: CompiledEvents | None = None
         self._compile()
@@ -227,8 +212,8 @@ class Residency:
 
     @property
     def residents(self) -> list[int]:
-        """Return the keys of the experts in slots, except pinned ones, the longest resident first."""
-        return [key for key in self.slot_of if key not in self._pinned]
+        """Return the keys of the experts in slots, the longest resident first."""
+        return list(self.slot_of)
 
     @property
     def counts(self) -> Counts:
@@ -248,12 +233,6 @@ class Residency:
             self.compiled.begin_forward(info)
             return []
         steps: list[Step] = []
-        if self._pinned and not self._begun:
-            self._begun = True
-            self._slot_of |= self._pinned
-            self._counts.prefetch_loads += len(self._pinned)
-            steps += [Step(StepKind.PREFETCH, key, slot) for key, slot in self._pinned.items()]
-        self._renew_limits()
         self._load_ahead(StepKind.PREFETCH, deque(self._own(self.policy.begin_forward(info))), set(), set(), steps)
         return self._emit(info.forward_id, -1, steps)
 
@@ -294,7 +273,6 @@ class Residency:
         counts.kept += len(hits) - len(ahead)
         if ahead:
             self._unused -= ahead
-            self._fates.extend([True] * len(ahead))
             counts.prefetched += len(ahead)
 
         steps: list[Step] = []
@@ -306,8 +284,6 @@ class Residency:
             misses = [key for key in misses if key not in hosted]
             counts.hosted += len(hosted)
         to_compute = deque(hits)
-        if self._pinned:
-            hits = [key for key in hits if key not in self._pinned]
         answered = self._own(policy.gate(event, hits, list(misses)))
         admissible: list[int] = []
         split = None if self.split is None or not self.split.active else self.split
@@ -381,7 +357,7 @@ class Residency:
     def load_into_free_slot(self, key: int) -> Step | None:
         """Put an expert into a free slot outside of any event; return the load to start.
 
-        None if it is resident or pinned, or if no slot is free: an event then loads it when needed. Counts, sink and
+        None if it is resident or if no slot is free: an event then loads it when needed. Counts, sink and
         replays ignore it.
         """
         size = self._size_L[key // self._stride]
@@ -389,13 +365,12 @@ class Residency:
             if self.compiled.slot(key) is not None or self.compiled.room < 1:
                 return None
             return Step(StepKind.LOAD, key, self.compiled.place(key, prefetched=False))
-        if key in self._slot_of or key in self._pinned or self._room < size or not self._own([key]):
+        if key in self._slot_of or self._room < size or not self._own([key]):
             return None
         return Step(StepKind.LOAD, key, self._place(key, size, prefetched=False))
 
     def forget(self, key: int) -> None:
-        """Evict an expert outside of any event, if it is resident. It must not be pinned."""
-        assert key not in self._pinned, "a pinned expert keeps its slot"
+        """Evict an expert outside of any event, if it is resident."""
         if self.compiled is not None:
             if self.compiled.slot(key) is not None:
                 self.compiled.give_up(key)
@@ -412,8 +387,6 @@ class Residency:
         self._leave_compiled()
         self.policy, self._guaranteed, self._layer_slots = policy, tuple(layer_slots), scaled
         self._requests.clear()
-        self._fates.clear()
-        self._pause = 0
         self._resident_L = [{} for _ in layer_slots]
         for key in self.residents:
             if layer_slots:
@@ -458,7 +431,7 @@ class Residency:
     def reserve_slots(self, count: int) -> list[int]:
         """Take slots out of the pool from the next forward on for their memory, but keep the smallest legal pool.
 
-        Called between two forwards, for one pool in slots without pinned experts. The policy chooses the evicted
+        Called between two forwards, for one pool in slots. The policy chooses the evicted
         experts. Slots that are no longer reserved come back empty. The sink is not called.
 
         Args:
@@ -467,7 +440,7 @@ class Residency:
         Returns:
             The newly reserved slots, whose memory is free.
         """
-        assert not self._pinned and self._devices == 1 and set(self._size_L) == {1}
+        assert self._devices == 1 and set(self._size_L) == {1}
         change = max(0, min(count, self.num_slots - max(MIN_SLOTS, len(self._guaranteed)))) - self.reserved_slots
         self._capacity -= change
         if self._guaranteed:
@@ -536,12 +509,8 @@ class Residency:
             key = keys[0]
             if key in self._slot_of:
                 keys.popleft()
-                if key not in self._pinned:
-                    wanted.add(key)
-                    kept.add(key)
-                continue
-            if kind is StepKind.PREFETCH and not self._may_prefetch(key):
-                keys.popleft()
+                wanted.add(key)
+                kept.add(key)
                 continue
             size = self._size_L[key // self._stride]
             evicted: int | None = -1
@@ -553,7 +522,7 @@ class Residency:
                 if evicted is not None:
                     self._give_up(evicted, kept)
             while self._room < size and evicted is not None:
-                if len(kept) >= len(self._slot_of) - len(self._pinned):
+                if len(kept) >= len(self._slot_of):
                     return  # until another expert of the event is computed
                 # In a pool in bytes, the first eviction for a prefetch justifies further ones.
                 evicted = evict(key, kept) if evicted == -1 else policy.evict(kept)
@@ -562,8 +531,6 @@ class Residency:
             keys.popleft()
             if evicted is None:
                 continue
-            if kind is StepKind.PREFETCH and self._left_bytes is not None:
-                self._left_bytes -= self.policy.spec.expert_bytes_L[key // self._stride]
             wanted.add(key)
             kept.add(key)
             slot = self._place(key, size, prefetched=True)
@@ -579,20 +546,6 @@ class Residency:
             return [key for key in own if key not in locked] if full else []
         others = sorted(self._beyond | {layer}) if full else sorted(self._beyond)
         return [key for other in others for key in self._resident_L[other] if key not in locked]
-
-    def _renew_limits(self) -> None:
-        """Renew the byte limit at a forward, and pause or resume prefetching by the use of the last prefetches."""
-        limits = self.limits
-        self._left_bytes = limits.forward_bytes
-        if self._pause:
-            self._pause -= 1
-        elif len(self._fates) == limits.window and sum(self._fates) < limits.min_recall * limits.window:
-            self._pause = limits.pause_forwards
-            self._fates.clear()
-
-    def _may_prefetch(self, key: int) -> bool:
-        size = self.policy.spec.expert_bytes_L[key // self._stride]
-        return not self._pause and (self._left_bytes is None or size <= self._left_bytes)
 
     def _place(self, key: int, size: int, prefetched: bool) -> int:
         self._room -= size
@@ -620,7 +573,6 @@ class Residency:
         self._room += self._size_L[key // self._stride]
         if key in self._unused:
             self._unused.discard(key)
-            self._fates.append(False)
             self._counts.wasted += 1
         self.policy.removed(key)
 

@@ -68,9 +68,6 @@ def plan_cache(
             "(the best); see 'moetool guide policies'."
         ),
     ] = "auto",
-    tune: Annotated[
-        bool, typer.Option("--tune", help="Also search prefetch distances, pinned experts and prefetch limits.")
-    ] = False,
     settings: Annotated[
         list[str], settable("Further setting, as for serve: kv_tokens, dtype, ..., and timeline.device, ...")
     ] = [],
@@ -146,7 +143,6 @@ def plan_cache(
             target_tpot_s=target_s,
             frontier=frontier,
             pool=pool,
-            tuned=tune,
             jobs=jobs,
             on_progress=on_progress,
         )

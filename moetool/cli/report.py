@@ -186,7 +186,7 @@ def _cache(path: Path, out: Path, as_json: bool) -> None:
     facts = [
         ("plan", str(path)),
         ("policy", f"{plan.policy}, {_options(plan.options)}"),
-        ("slots", f"{plan.slots:,} of {plan.spec.total_experts:,}, {len(plan.pinned):,} experts pinned"),
+        ("slots", f"{plan.slots:,} of {plan.spec.total_experts:,}"),
         ("prefetch", f"distance {plan.prefetch_distance}" if plan.prefetch_distance else "nothing"),
         *([("predictor", f"{plan.predictor.name} ({plan.predictor.sha256[:12]})")] if plan.predictor else []),
         ("trace", plan.trace_sha256),

@@ -14,10 +14,10 @@ from moetool import __version__
 from moetool.base import durable
 from moetool.base.errors import MismatchError, UsageError
 from moetool.base.families import require_substitutable
-from moetool.caching.devices import DevicePolicies, Pool, build_policies, open_pool, split_slots, without_pinned
+from moetool.caching.devices import DevicePolicies, Pool, build_policies, open_pool, split_slots
 from moetool.caching.layer_slots import SHARES, equal_slots, scaled_down
 from moetool.caching.machine_split import MachineSplit
-from moetool.caching.plan import CachePlan, PrefetchLimits
+from moetool.caching.plan import CachePlan
 from moetool.caching.policy import Policy, build_policy, policy_class
 from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching.residency import Residency
@@ -112,10 +112,7 @@ def build_engine(
         if budget.limit_bytes is not None and device.type == "cpu":
             return_freed_memory()
         policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
-        pinned = [loaded.spec.expert_key(*expert) for expert in plan.pinned] if plan and from_plan else []
         shares = [slots] if options.devices == 1 else split_slots(loaded.spec, slots, options.devices)
-        limits = options.prefetch or (plan.limits if plan and from_plan else None) or PrefetchLimits()
-        shares = without_pinned(shares, pinned)
         policies = build_policies(name, loaded.spec, policy_options, shares, predictor=predicts)
         built = policies[0]
         if options.deterministic and not (built.lossless and (device.type == "cpu" or not built.computes_on_host)):
@@ -144,8 +141,6 @@ def build_engine(
             "slots": slots,
             "devices": options.devices,
             "layer_slots": layer_slots,
-            "pinned": pinned,
-            "prefetch": asdict(limits),
             "predictor": predicts.sha256 if predicts is not None else None,
             "state": None,
         }
@@ -153,7 +148,7 @@ def build_engine(
             facts["state"] = durable.sha256_file(state)
         _LOG.info("policy %s of %s: %s", name, checkpoint.name, facts)
         hosts = splits or built.computes_on_host
-        shares_memory = device.type == "cpu" and options.devices == 1 and not pinned and not hosts
+        shares_memory = device.type == "cpu" and options.devices == 1 and not hosts
         batcher = _batcher(
             loaded,
             options,
@@ -161,9 +156,9 @@ def build_engine(
             resident=budget.kept_slots >= loaded.spec.total_experts,
         )
         split = MachineSplit(loaded.spec) if splits else None
-        residency = open_pool(policies, pinned=pinned, limits=limits, layer_slots=layer_slots, split=split)
+        residency = open_pool(policies, layer_slots=layer_slots, split=split)
         single, changes = residency.residencies[0], None
-        plain = not pinned and predicts is None and kind.lossless and built.columns <= {"experts"}
+        plain = predicts is None and kind.lossless and built.columns <= {"experts"}
         if options.change_policy and options.devices == 1 and plain and not built.computes_on_host:
             learned = changes = PolicyChanges(single, PolicyChoice(name, options.pool or "one"), policy_options)
         store = open_stores(loaded, residency, options.io_threads, options.host_memory_bytes or None, hosts=splits)

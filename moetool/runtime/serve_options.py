@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 from moetool.base.config import POSITIVE, Span, require_within
 from moetool.base.errors import UsageError, unknown_name
 from moetool.caching.layer_slots import require_pool_form
-from moetool.caching.plan import PrefetchLimits
 from moetool.runtime.sizing import GOOD_CONTEXT
 
 _LEAST = {
@@ -68,7 +67,6 @@ class ServeOptions:
         policy: options of the cache policy.
         pool: `one` for all layers, `layer` (the same number of slots for each layer) or `mixed` (half of the slots per
             layer). None: the plan's pool, else `one`.
-        prefetch: limits of prefetching (default: the plan's, else none).
         host_compute: whether the host computes some misses beside a GPU while it loads others, so that each event ends
             first (`moetool.runtime.split_costs`). `auto` stops that where measured steps are slower with it; `on` does
             not. Answers are then equal up to rounding. `off` loads every miss: one batch composition gives the same
@@ -79,7 +77,7 @@ class ServeOptions:
         oracle_s: seconds between comparisons with LRU, the plan's policy and Belady on the server's most recent events,
             for `/stats` and the log (0: no comparison).
         change_policy: switch to another policy without a predictor if these comparisons show that it loads clearly
-            fewer experts. Needs one device and no pinned experts.
+            fewer experts. Needs one device.
         remember_policy: with `warm_start` and `change_policy`: keep the name of the current policy and the state of
             each; `moetool.runtime.automatic.choose` starts with them next time.
         state: file that keeps the policy's learned state between runs (empty: none).
@@ -91,6 +89,7 @@ class ServeOptions:
         "first_chunk": "the server chooses it; set prefill_chunk, and prompts borrow no slots",
         "first_kv_tokens": "the server chooses it; set kv_tokens, and the KV cache borrows no slots",
         "kv_slots": "the server chooses it; set kv_tokens, and the KV cache borrows no slots",
+        "prefetch": "prefetching has no limits; choose a policy that does not prefetch, such as lru",
     }
     """Earlier settings, and what to do instead."""
 
@@ -112,7 +111,6 @@ class ServeOptions:
     products: bool = True
     policy: dict[str, Any] = field(default_factory=dict)
     pool: str | None = None
-    prefetch: PrefetchLimits | None = None
     host_compute: str = "auto"
     warm_start: bool = False
     oracle_s: float = 60.0

@@ -21,7 +21,7 @@ from moetool.trace.expert_counts import count_experts
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, frontier, least_budget
-from moetool.tuning.policy_tuning import PolicySetup, divide, tune, untuned_setup
+from moetool.tuning.pool_choice import divide, untuned_setup
 from moetool.tuning.replay import DEFAULT_MACHINE, ReplayRow, ReplaySetup, ignore_progress
 
 _BOUND = "belady"
@@ -115,9 +115,7 @@ class CacheSearch:
             held-out ones do.
         frontier: number of budgets, from the smallest pool to all experts, for which the plan also shows the best
             policy, in one pool for all layers.
-        pool: form of the pool (`moetool.tuning.policy_tuning.divide`); `auto`: the best.
-        tuned: whether to try prefetch distances, pinned experts and limits of prefetching
-            (`moetool.tuning.policy_tuning`).
+        pool: form of the pool (`moetool.tuning.pool_choice.divide`); `auto`: the best.
         seed: seed of the split of requests.
         jobs: as for `ReplaySetup`.
         on_progress: called with the activity, the amount done and the total.
@@ -130,7 +128,6 @@ class CacheSearch:
     target_tpot_s: float | None = None
     frontier: int = 0
     pool: str = "auto"
-    tuned: bool = False
     seed: int = 0
     jobs: int = 1
     on_progress: Callable[[str, int, int], None] = ignore_progress
@@ -182,7 +179,7 @@ def plan_cache(
     left_out = candidates.require(budget)
     budgets = budgets_between(memory.least_bytes, memory.most_bytes, memory.slot_bytes, search.frontier)
     forms = {"one": 0, "auto": 2}.get(search.pool, 1)
-    pools = sum(len(candidates.fitting(one)) for one in [*budgets, *[budget] * (2 + forms + 5 * search.tuned)])
+    pools = sum(len(candidates.fitting(one)) for one in [*budgets, *[budget] * (2 + forms)])
     candidates.progress.expect((pools + len(budgets)) * len(used | held_out) // 2)  # more with a target time
     if target_tpot_s is not None:
         if profile is None:
@@ -197,8 +194,7 @@ def plan_cache(
             left_out["the predictor"] = f"which saves less than its {saved} do as expert slots"
     candidates.winners([*budgets, budget])  # reads the trace once for all of them
     plain = untuned_setup(candidates, budget)
-    divided = divide(candidates, budget, plain, search.pool)
-    chosen = tune(candidates, budget, divided) if search.tuned else divided
+    chosen = divide(candidates, budget, plain, search.pool)
     (evidence,) = candidates.rows([budget], held_out, _BOUND)
     untuned = next(row for row in evidence if row.policy == plain.row.policy)
     points = frontier(candidates, budgets, budget, untuned) if search.frontier else []
@@ -219,9 +215,7 @@ def plan_cache(
         options=chosen.options,
         slots=choice.slots,
         layer_slots=chosen.layer_slots,
-        pinned=tuple(divmod(key, spec.num_experts) for key in chosen.pinned),
         prefetch_distance=chosen.distance,
-        limits=chosen.limits,
         device_memory_bytes=budget,
         dense_bytes=room.dense_bytes,
         kv_bytes=room.kv_bytes,
@@ -243,7 +237,6 @@ def plan_cache(
         target_tpot_s=target_tpot_s,
         reason=_reason(choice.policy, evidence, len(used), len(held_out), left_out)
         + (f" {_form(chosen.layer_slots, choice.slots)}." if chosen.layer_slots else "")
-        + (f" {_tuning(chosen, untuned)}." if chosen is not divided else "")
         + (f" {_target(target_tpot_s, choice, evidence)}." if target_tpot_s is not None else ""),
     )
 
@@ -298,21 +291,6 @@ def _form(layer_slots: Sequence[int], slots: int) -> str:
     least, most = min(layer_slots), max(layer_slots)
     own = f"{least}" if least == most else f"{least} to {most}"
     return f"Each layer has {own} own slots" + (f"; all layers share {shared}" if shared else "")
-
-
-def _tuning(setup: PolicySetup, untuned: ReplayRow) -> str:
-    """Describe the changes, and the cost of the untuned winner on the held-out requests."""
-    parts = []
-    if setup.distance:
-        parts.append(f"prefetch distance {setup.distance}")
-    if setup.pinned:
-        parts.append(f"{len(setup.pinned)} experts pinned")
-    if setup.limits is not None and setup.limits.forward_bytes is not None:
-        parts.append(f"at most {setup.limits.forward_bytes:,} bytes prefetched in a forward")
-    elif setup.limits is not None:
-        parts.append(f"prefetching stopped below a recall of {setup.limits.min_recall}")
-    show = _moved if tpot_s(untuned) is None else _milliseconds
-    return f"Tuned: {', '.join(parts)}; untuned, {untuned.policy} was the best ({show(untuned)} held out)"
 
 
 def _target(target_s: float, choice: ReplayRow, evidence: Sequence[ReplayRow]) -> str:

@@ -18,10 +18,9 @@ from moetool.base.families import require_substitutable
 from moetool.base.tables import numbered
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec, Phase
 from moetool.caching.decision_digest import DecisionDigest
-from moetool.caching.devices import build_policies, open_pool, split_bytes, split_slots, without_pinned
+from moetool.caching.devices import build_policies, open_pool, split_bytes, split_slots
 from moetool.caching.layer_slots import SHARES, equal_slots, require_pool_form, scaled_down
 from moetool.caching.machine_split import MODES, MachineSplit, SplitCosts
-from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policy import Policy, SharedPredictor, policy_class, slots_within
 from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching.residency import Counts, Residency, Step, StepKind
@@ -166,9 +165,6 @@ class ReplaySetup:
         pool_unit: unit of the capacity of one pool for all layers: `slots` that each hold any expert, as in the server;
             `bytes`, where each expert has its own size; `auto`: bytes for imported traces, else slots.
         layer_slots: guaranteed slots of each layer instead (`moetool.caching.residency.Residency`).
-        limits: limits of prefetching, for every policy.
-        pinned: keys of pinned experts, one slot each of every budget; a policy gets the remaining slots. Not for a pool
-            in bytes.
         profile: costs of the machine for the rows' `timing`; None without times.
         timeline: which of the profile's devices, data types and tiers.
         misses: `load`, or a mode of `moetool.caching.machine_split` for policies that do not compute on the host
@@ -193,8 +189,6 @@ class ReplaySetup:
     pool: str = "one"
     pool_unit: str = "auto"
     layer_slots: Sequence[int] = ()
-    limits: PrefetchLimits | None = None
-    pinned: Collection[int] = ()
     profile: CostProfile | None = None
     timeline: TimelineOptions = DEFAULT_MACHINE
     misses: str = "load"
@@ -227,8 +221,8 @@ def replay(
         A row for each policy and budget, in their orders.
 
     Raises:
-        UsageError: an unknown policy or option, a missing predictor, nothing to replay, pinned experts in a pool in
-            bytes, or a timeline for several devices.
+        UsageError: an unknown policy or option, a missing predictor, nothing to replay, or a timeline for several
+            devices.
         MismatchError: the trace lacks a column that a policy needs, the predictor or the profile is of another model,
             or the profile lacks what the timeline needs.
         CapacityError: a budget is below the smallest legal pool.
@@ -444,8 +438,6 @@ class _Run:
             policies,
             self._digest,
             capacity_bytes=capacity_bytes,
-            pinned=setup.pinned,
-            limits=setup.limits,
             layer_slots=() if policies[0].needs_future else _layer_slots(policies[0], setup),
             split=self._split,
         )
@@ -590,8 +582,6 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
         pool="one",
         pool_unit="slots",
         layer_slots=log.layer_slots,
-        pinned=log.pinned,
-        limits=log.limits,
         changes=log.changes,
         reserved_slots=log.reserved_slots,
         misses=setup.misses if log.split is None else "both",
@@ -629,8 +619,6 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
         raise UsageError(f"batching forms an order of its own, but --order {order} is given; leave out one of them")
     if predictor is not None:
         source.trace.require(predictor.needs, "the predictor")
-    if setup.pinned and in_bytes:
-        raise UsageError("a pool in bytes has no slots to pin experts to; replay it with pool unit slots")
     slots = [slots_within(spec, budget) for budget in budgets]
     shared = _shared(predictor, policies)
     future = None
@@ -647,7 +635,6 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
         shares = [num_slots]
         if devices > 1:
             shares = split_bytes(spec, budget, devices) if in_bytes else split_slots(spec, num_slots, devices)
-        shares = without_pinned(shares, setup.pinned)
         made = build_policies(name, spec, options.get(name, {}), shares, predictor=metered or asked, future=future)
         source.trace.require(made[0].columns, f"policy {name}")
         if "ahead" in made[0].columns:

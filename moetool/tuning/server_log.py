@@ -1,6 +1,6 @@
 """Decisions by the manifest of a server's log, checked before a replay repeats them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ from moetool.base.errors import MismatchError
 from moetool.base.types import ModelSpec
 from moetool.caching.layer_slots import POOL_FORMS
 from moetool.caching.machine_split import SplitCosts
-from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policy import policy_class
 from moetool.caching.policy_changes import PolicyChoice
 from moetool.trace.reader import Trace
@@ -23,8 +22,6 @@ class ServedDecisions:
     Attributes:
         policy, options: the first policy.
         layer_slots: guaranteed slots of each layer; empty: none.
-        pinned: keys of pinned experts.
-        limits: limits of prefetching.
         changes: forwards, and the policy with its pool form from there on.
         reserved_slots: forwards, and the slots that hold no experts from there on.
         split: costs by which the host computed misses; None: the policy placed them.
@@ -35,8 +32,6 @@ class ServedDecisions:
     policy: str
     options: Mapping[str, Any]
     layer_slots: tuple[int, ...]
-    pinned: tuple[int, ...]
-    limits: PrefetchLimits
     changes: tuple[tuple[int, PolicyChoice], ...]
     reserved_slots: tuple[tuple[int, int], ...]
     split: SplitCosts | None
@@ -51,14 +46,12 @@ def read_decisions(trace: Trace) -> ServedDecisions:
         MismatchError: the trace is not a server's log, its server had several devices, or its manifest is damaged.
     """
     made = trace.manifest["provenance"]
-    name, options, prefetch = made.get("policy"), made.get("options"), made.get("prefetch")
+    name, options, slots = made.get("policy"), made.get("options"), made.get("layer_slots")
     if trace.manifest["composition"]["kind"] != "log" or not isinstance(name, str) or made.get("devices") != 1:
         raise MismatchError(f"{trace.path} is not the log of a server with one device; name policies to replay instead")
-    slots, pinned = made.get("layer_slots"), made.get("pinned")
-    for key, value, kind in (("options", options, dict), ("prefetch", prefetch, dict), ("layer_slots", slots, list)):
+    for key, value, kind in (("options", options, dict), ("layer_slots", slots, list)):
         check.require(isinstance(value, kind), f"manifest.provenance.{key}", value, kind.__name__)
-    check.require(isinstance(pinned, list), "manifest.provenance.pinned", pinned, "a list")
-    _check_slots(trace.spec, slots, pinned)
+    _check_slots(trace.spec, slots)
     split, host_experts = _split(made.get("host_compute"))
     changes = _by_forward("splits", made.get("splits", []), "0 or 1")
     check.require(split is not None or not changes, "manifest.provenance.splits", changes, "none without host_compute")
@@ -66,10 +59,8 @@ def read_decisions(trace: Trace) -> ServedDecisions:
         policy=name,
         options=options,
         layer_slots=tuple(slots),
-        pinned=tuple(pinned),
-        limits=parse(PrefetchLimits, prefetch, "manifest.provenance.prefetch"),
         changes=_changes(made.get("changes", [])),
-        reserved_slots=_reserved_slots(made.get("lent", []), pinned),
+        reserved_slots=tuple(_by_forward("lent", made.get("lent", []), "a number of slots")),
         split=split,
         host_experts=host_experts,
         split_changes=tuple(changes),
@@ -107,13 +98,6 @@ def _changes(found: Any) -> tuple[tuple[int, PolicyChoice], ...]:
     return tuple(changes)
 
 
-def _reserved_slots(found: Any, pinned: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Numbers of slots that a server reserved, each from a forward on. Raises: MismatchError: the log is damaged."""
-    made = _by_forward("lent", found, "a number of slots")
-    check.require(not (made and pinned), "manifest.provenance.lent", found, "none beside pinned experts")
-    return tuple(made)
-
-
 def late_ends(trace: Trace) -> list[tuple[int, int]]:
     """Forwards of a server, and requests that ended after each without being in it: cancelled ones.
 
@@ -137,22 +121,15 @@ def _by_forward(name: str, found: Any, what: str) -> list[tuple[int, int]]:
     return made
 
 
-def _check_slots(spec: ModelSpec, layer_slots: list[Any], pinned: list[Any]) -> None:
-    """Raises: MismatchError where a log's guaranteed slots or keys of pinned experts do not fit the model."""
-    for name, values in (("layer_slots", layer_slots), ("pinned", pinned)):
-        for i, value in enumerate(values):
-            check.require(type(value) is int, f"manifest.provenance.{name}.{i}", value, "a whole number")
+def _check_slots(spec: ModelSpec, layer_slots: list[Any]) -> None:
+    """Raises: MismatchError where a log's guaranteed slots do not fit the model."""
+    for i, value in enumerate(layer_slots):
+        check.require(type(value) is int, f"manifest.provenance.layer_slots.{i}", value, "a whole number")
     if layer_slots:
         found, expected = len(layer_slots), spec.num_layers
         check.require_whole("manifest.provenance.layer_slots: layers", found, expected, expected)
     for layer, own in enumerate(layer_slots):
         check.require_whole(f"manifest.provenance.layer_slots.{layer}", own, 1, spec.num_experts_L[layer])
-    for i, key in enumerate(pinned):
-        layer, expert = spec.expert_of(key)
-        at = f"manifest.provenance.pinned.{i}"
-        check.require_whole(f"{at}: MoE layer", layer, 0, spec.num_layers - 1)
-        check.require_whole(f"{at}: expert of MoE layer {layer}", expert, 0, spec.num_experts_L[layer] - 1)
-    check.require_distinct("manifest.provenance.pinned", pinned)
 
 
 def measured_costs(trace: Trace) -> list[tuple[int, float, float]]:

@@ -96,9 +96,3 @@ def test_tokens_are_those_of_the_plain_model(
     with capsys.disabled():
         print(f"\nbatch {batch}: {len(ids) - ties} of {len(ids)} answers equal the plain model's, {ties} ties ", end="")
     assert ties <= 1
-
-
-def test_pinned_experts_change_no_bit(baseline: Answered, reference: Path, tokenizer: Any) -> None:
-    made = engine(reference, tokenizer, "lru", 20, pinned=range(40, 60))
-    baseline.require_same(made)
-    assert made.store.num_slots == 40

@@ -11,7 +11,6 @@ from moetool.base.errors import CapacityError
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec, Phase
 from moetool.caching.decision_digest import DecisionDigest
 from moetool.caching.layer_slots import equal_slots
-from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policies import lru
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
@@ -132,13 +131,11 @@ class Changed(lru.Policy):
     """LRU, as a stranger may change it."""
 
 
-@pytest.mark.parametrize("what", ["subclass", "pinned", "limits", "bytes", "device"])
+@pytest.mark.parametrize("what", ["subclass", "bytes", "device"])
 def test_python_decides_where_compiled_code_cannot(what: str) -> None:
     spec = make_spec()
     policy = Changed(spec, None, 6) if what == "subclass" else build_policy("lru", spec, {}, 6)
     given: dict[str, dict[str, Any]] = {
-        "pinned": {"pinned": [1]},
-        "limits": {"limits": PrefetchLimits(forward_bytes=0)},
         "bytes": {"capacity_bytes": 6000},
         "device": {"share": (1, 2)},
     }

@@ -19,7 +19,6 @@ from moetool.caching.devices import (
     split_bytes,
     split_slots,
 )
-from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policies import lru
 from moetool.caching.policy import Policy, build_policy
 from moetool.caching.residency import Residency, Step, StepKind
@@ -190,22 +189,6 @@ def test_devices_ask_one_predictor() -> None:
     predictor, stream = MadeUpPredictor(SPEC), stream_of()
     drive(open_pool(build_policies("promoe", SPEC, {}, [6, 6], predictor=predictor)), stream)
     assert predictor.num_observed == sum(len(events) for _, events in stream)
-
-
-def test_limits_of_prefetching_are_shared_out() -> None:
-    class Eager(lru.Policy):
-        def begin_forward(self, info: ForwardInfo) -> list[int]:
-            return list(range(8))
-
-    pool = open_pool([Eager(SPEC, None, 4) for _ in range(2)], limits=PrefetchLimits(forward_bytes=4999))
-    assert [step.key for step in pool.begin_forward(event([0]).forward)] == [0, 2, 1, 3]  # 1,000 bytes each
-
-
-def test_pinned_experts_stay_on_their_own_device() -> None:
-    pool = open_pool([lru.Policy(SPEC, None, 2) for _ in range(2)], pinned=[3, 4, 5])
-    assert isinstance(pool, DevicePools) and pool.num_slots == 7
-    drive(pool, stream_of())
-    assert {key: pool.slot(key) for key in (3, 4, 5)} == {4: 2, 3: 5, 5: 6}
 
 
 @pytest.mark.parametrize("name", ["lfu", "moe_infinity", "lru"])

@@ -14,6 +14,7 @@ from moetool.trace.reader import Trace
 from moetool.tuning.candidates import servable
 from predictors import next_use
 from tests import traces
+from tests.artefacts import CACHE_PLAN
 from tests.plans import choose_cache
 from tests.profiles import compute, flat, line, make_profile
 from tests.refusals import refused
@@ -179,3 +180,15 @@ def test_a_profile_prices_host_and_link_for_policies_that_weigh_them(tmp_path: P
     assert plan.options == given["hybrimoe"]
     plan = choose_cache(made, 1_000, policies=["hybrimoe"], profile=profile)  # one processor: it is its own host
     assert plan.options == {}
+
+
+def test_a_plan_of_an_earlier_version_is_read_unless_it_pins_experts(tmp_path: Path) -> None:
+    file, made = tmp_path / "plan.json", CACHE_PLAN()
+    file.write_text(json.dumps(made))
+    plan = CachePlan.load(file)
+    file.write_text(json.dumps({**made, "pinned": [], "limits": None}))
+    assert CachePlan.load(file) == plan
+    for former in ({"pinned": [[0, 1]]}, {"limits": {"min_recall": 0.5}}):
+        file.write_text(json.dumps({**made, **former}))
+        with refused(MismatchError, *former, "moetool plan cache"):
+            CachePlan.load(file)

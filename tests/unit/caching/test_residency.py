@@ -5,13 +5,12 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pytest
 
-from moetool.base.errors import CapacityError, UsageError
+from moetool.base.errors import CapacityError
 from moetool.base.types import ForwardInfo, GateEvent, Phase
-from moetool.caching.plan import PrefetchLimits
-from moetool.caching.policy import Policy, build_policy
+from moetool.caching.policy import Policy
 from moetool.caching.residency import Residency, Step, StepKind
 from tests.refusals import refused
-from tests.synthetic import make_forward, make_spec, random_stream
+from tests.synthetic import make_forward, make_spec
 
 COMPUTE, LOAD, PREFETCH = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH
 
@@ -248,23 +247,6 @@ def test_with_experts_of_one_size_bytes_and_slots_are_the_same(in_order: bool) -
         assert pools[0].event(coming) == pools[1].event(coming)
 
 
-def test_pinned_experts_are_always_hits_and_unknown_to_the_policy() -> None:
-    policy = Scripted(2)
-    residency = Residency(policy, pinned=[3, 9])
-    assert residency.num_slots == 4
-    info = event([1]).forward
-    assert residency.begin_forward(info) == [Step(PREFETCH, 3, 2), Step(PREFETCH, 9, 3)]
-    assert residency.begin_forward(info) == []
-    for _ in range(3):
-        steps = residency.event(event([1, 2, 3, 4]))
-        assert Step(COMPUTE, 3, 2) in steps and all(step.evicted not in (3, 9) for step in steps)
-    assert policy.queue == [2, 4] or set(policy.queue) <= {1, 2, 4}
-    policy.ahead = [9, 10]  # one is pinned already
-    assert residency.event(event([3]))[-1].key == 10
-    assert residency.event(event([1], layer=1))[-1].kind is not LOAD  # 9: expert 1 of layer 1
-    assert residency.counts.prefetch_loads == 3
-
-
 def test_what_the_host_computes_takes_no_slot_and_is_no_miss() -> None:
     class Halved(Scripted):
         computes_on_host = True
@@ -286,40 +268,6 @@ def test_what_the_host_computes_takes_no_slot_and_is_no_miss() -> None:
     assert residency.event(event([1], layer=1))[-1] == Step(StepKind.HOST, 9, -1)  # nothing on the device
 
 
-def test_prefetches_stay_within_their_bytes() -> None:
-    policy = Scripted(6)
-    residency = Residency(policy, limits=PrefetchLimits(forward_bytes=2500))  # an expert has 1,000
-    info = event([1]).forward
-    for _ in range(2):  # each forward has its own
-        residency.begin_forward(info)
-        policy.ahead = [4, 5, 6]
-        before = residency.counts.prefetch_loads
-        residency.event(event([1]))
-        residency.event(event([2]))
-        assert residency.counts.prefetch_loads == before + 2
-        policy.ahead = [8, 9, 10, 11, 12, 13]
-        residency.begin_forward(info)
-        residency.event(event([3]))
-    with refused(UsageError, "min_recall", 2):
-        PrefetchLimits(min_recall=2)
-
-
-def test_prefetching_that_does_not_pay_stops_and_is_tried_again() -> None:
-    policy = Scripted(2)
-    limits = PrefetchLimits(min_recall=0.5, window=4, pause_forwards=3)
-    residency = Residency(policy, limits=limits)
-    policy.ahead = [7]  # never used, and given up for the next miss
-    loaded = []
-    for forward in range(12):
-        before = residency.counts.prefetch_loads
-        residency.begin_forward(event([0]).forward)
-        residency.event(event([forward % 3, 3 + forward % 3]))
-        loaded.append(residency.counts.prefetch_loads - before)
-    assert loaded[:5] == [1] * 5 and 0 in loaded  # the fifth begins before the fourth is given up
-    off = loaded.index(0)
-    assert loaded[off : off + 4] == [0, 0, 0, 1]
-
-
 def test_experts_come_and_go_outside_of_events() -> None:
     policy = Scripted(3)
     residency = Residency(policy)
@@ -339,19 +287,3 @@ def test_experts_come_and_go_outside_of_events() -> None:
     assert residency.load_into_free_slot(8) == Step(LOAD, 8, slot)
     assert [step.kind for step in residency.event(event([0], layer=1))] == [COMPUTE]
     assert residency.counts.loads == 1  # what came from outside is not counted
-
-
-@pytest.mark.parametrize("name", ["lru", "lfu", "foresight"])
-def test_a_pinned_expert_is_not_brought_into_the_pool(name: str) -> None:
-    spec = make_spec(layers=2, experts=8, top_k=2)
-    residency = Residency(build_policy(name, spec, {}, 4), pinned=[0])
-    assert residency.load_into_free_slot(0) is None
-    for key in (1, 2, 3, 9):
-        assert residency.load_into_free_slot(key) is not None
-    assert residency.residents == [1, 2, 3, 9]
-    for info, events in random_stream(spec, num_requests=1, prompt_tokens=0, new_tokens=12, seed=4):
-        residency.begin_forward(info)
-        for one in events:
-            residency.event(one)
-        residency.end_forward(info)
-    assert residency.slot_of[0] == 4 and len(residency.residents) == 4

@@ -1,22 +1,16 @@
-"""Memory against latency: frontiers, the least memory for a time, and what tuning adds; against brute force."""
+"""Memory against latency: frontiers, and the least memory for a time; against brute force."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moetool.base.config import parse_seconds
-from moetool.base.errors import CapacityError, MismatchError, UsageError
-from moetool.base.tables import count
-from moetool.caching.plan import CachePlan, PrefetchLimits
-from moetool.caching.residency import StepKind
+from moetool.base.errors import CapacityError, UsageError
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import Candidates, best, servable, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, least_budget
-from moetool.tuning.policy_tuning import PolicySetup, tune, untuned_setup
-from moetool.tuning.replay import ReplaySetup, decisions, replay, whole_bytes
-from tests import traces
+from moetool.tuning.replay import ReplaySetup, replay, whole_bytes
 from tests.plans import choose_cache
 from tests.profiles import flat, make_profile
 from tests.refusals import refused
@@ -129,114 +123,6 @@ def test_budgets_lie_evenly_between_the_smallest_pool_and_all_experts() -> None:
     assert budgets_between(2_000, 24_000, 1_000, 1) == [2_000]
     assert budgets_between(2_000, 24_000, 1_000, 0) == []
     assert budgets_between(2_000, 2_000, 1_000, 3) == [2_000]
-
-
-def test_pinned_experts_are_hits_from_the_first_event_on(trace: Trace) -> None:
-    steps = list(decisions(trace, "lru", 10_000, ReplaySetup(pinned=[0, 9])))
-    assert steps[0][:2] == (0, -1)
-    assert [(step.kind, step.key, step.slot) for _, _, step in steps[:2]] == [
-        (StepKind.PREFETCH, 0, 8),
-        (StepKind.PREFETCH, 9, 9),
-    ]
-    assert all(step.kind is StepKind.COMPUTE for _, _, step in steps[2:] if step.key in (0, 9))
-    (row,) = replay(trace, ["lru"], [10_000], ReplaySetup(pinned=[0, 9]))
-    assert row.slots == 10
-    assert row.counts.loads == sum(step.kind is not StepKind.COMPUTE for _, _, step in steps)
-    with refused(CapacityError, 9, "1 of 10"):
-        replay(trace, ["lru"], [10_000], ReplaySetup(pinned=range(9)))
-
-
-def test_pinning_in_a_pool_in_bytes_is_refused(tmp_path: Path) -> None:
-    made = write_trace(tmp_path / "t", make_spec(expert_bytes=[1_000, 500, 500]))
-    with refused(UsageError, "pool", "bytes", "slots"):
-        replay(made, ["lru"], [10_000], ReplaySetup(pool_unit="bytes", pinned=[0]))
-
-
-def test_tuning_pins_what_helps_and_shows_it_on_other_requests(trace: Trace) -> None:
-    plain = choose_cache(trace, 8_000, policies=["lru"], pool="one")
-    plan = choose_cache(trace, 8_000, policies=["lru"], pool="one", tuned=True)
-    assert plan.slots == plain.slots == 8
-    tried = {count: _pinned_bytes(trace, plan, count) for count in (0, 1, 2, 4)}
-    assert tried[len(plan.pinned)] == min(tried.values()) < tried[0]
-    (shown,) = [row for row in plan.evidence if row["policy"] == "lru"]
-    keys = [trace.spec.expert_key(*expert) for expert in plan.pinned]
-    (again,) = replay(trace, ["lru"], [8_000], ReplaySetup(pinned=keys, requests=frozenset(plan.requests_held_out)))
-    assert shown["digest"] == again.digest
-    (before,) = [row for row in plain.evidence if row["policy"] == "lru"]
-    assert f"{len(keys)} experts pinned; untuned, lru was the best" in plan.reason
-    assert f"({count(before['bytes_per_decode_token'], 'B')} held out)" in plan.reason
-
-
-def _pinned_bytes(trace: Trace, plan: CachePlan, count: int) -> float:
-    """Bytes for a decode token with the most used experts pinned, counted here."""
-    used, spec = frozenset(plan.requests_used), trace.spec
-    uses = dict.fromkeys(range(spec.total_experts), 0)
-    for _, events in trace.forwards(sequential=True, requests=used):
-        for event in events:
-            for expert in {expert for token in event.experts_TK for expert in token}:
-                uses[spec.expert_key(event.layer, expert)] += 1
-    pinned = sorted(uses, key=lambda key: -uses[key])[:count]
-    (row,) = replay(trace, ["lru"], [8_000], ReplaySetup(pinned=pinned, requests=used))
-    return touched_bytes(row)
-
-
-def test_tuning_is_no_worse_than_any_distance_or_limit_alone(trace: Trace, slow: Any) -> None:
-    field = candidates(trace, names=["moe_infinity"], profile=slow)
-    setup = tune(field, 12_000, untuned_setup(field, 12_000))
-    found = tpot_s(setup.row)
-    assert found is not None
-    for distance in (1, 2, 3):
-        options = {"moe_infinity": {"distance": distance}}
-        for limits in (None, PrefetchLimits(min_recall=0.5)):
-            (row,) = field.replay(["moe_infinity"], [12_000], field.used, options=options, limits=limits)
-            seconds = tpot_s(row)
-            assert seconds is not None
-            if limits is None:
-                assert found <= seconds
-    assert setup.options["distance"] in (1, 2)
-    assert setup.distance == setup.options["distance"]
-    assert setup.replay(field, field.used) == setup.row
-
-
-def test_a_distance_that_was_given_stays(trace: Trace) -> None:
-    given = {"moe_infinity": {"distance": 2}}
-    plan = choose_cache(trace, 12_000, policies=["moe_infinity"], options=given, tuned=True)
-    assert plan.options == {"distance": 2}
-    assert plan.prefetch_distance == 2
-
-
-def test_prefetching_that_costs_more_than_it_saves_is_limited(trace: Trace, tmp_path: Path) -> None:
-    """A pool of four slots for tokens that need six experts, and a policy that prefetches all the same."""
-    field = candidates(trace, names=["moe_infinity"])
-    setup = tune(field, 4_000, untuned_setup(field, 4_000))
-    assert setup.limits == PrefetchLimits(forward_bytes=3_000)
-    unlimited = replace(setup, limits=None).replay(field, field.used)
-    assert touched_bytes(setup.row) < touched_bytes(unlimited)
-    plan = choose_cache(trace, 4_000, policies=["moe_infinity"], tuned=True)
-    assert plan.limits == setup.limits
-    assert "at most 3,000 bytes prefetched in a forward" in plan.reason
-    plan.save(tmp_path / "plan.json")
-    assert CachePlan.load(tmp_path / "plan.json") == plan
-
-
-def test_tuning_looks_no_farther_than_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "AHEAD", 1)
-    lengths = [(3, 4), (2, 3), (3, 3)]
-    made = traces.write(tmp_path / "t", traces.alone(lengths), lengths)
-    assert made.ahead < made.spec.num_layers - 1
-    field = candidates(made, names=["hybrimoe"])
-    options = {"hybrimoe": {"distance": 1}}
-    with pytest.raises(MismatchError):
-        field.replay(["hybrimoe"], [600], field.used, options={"hybrimoe": {"distance": 2}})
-    base = PolicySetup(
-        options=options["hybrimoe"], row=field.replay(["hybrimoe"], [600], field.used, options=options)[0]
-    )
-    assert tune(field, 600, base).distance == 1
-
-
-def test_nothing_to_tune_changes_nothing(trace: Trace) -> None:
-    plain = choose_cache(trace, 24_000, policies=["static_split"])
-    assert choose_cache(trace, 24_000, policies=["static_split"], tuned=True) == plain
 
 
 def test_lru_is_chosen_where_every_expert_has_a_slot(trace: Trace) -> None:

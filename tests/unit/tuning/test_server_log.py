@@ -20,7 +20,7 @@ def _log(folder: Path, **about: Any) -> Trace:
     """A server's log of 28 forwards, 7 of each request, with these facts in its manifest."""
     spec = make_spec(layers=3, experts=8, top_k=2)
     trace = write_trace(folder, spec, num_requests=4, new_tokens=6, composition="log")
-    facts = {"policy": "lru", "options": {}, "prefetch": {}, "devices": 1, "layer_slots": [], "pinned": []}
+    facts = {"policy": "lru", "options": {}, "devices": 1, "layer_slots": []}
     trace.manifest["provenance"].update({**facts, **about})
     return trace
 
@@ -52,10 +52,6 @@ def _digest(trace: Trace, policy: str, setup: ReplaySetup, pool: str) -> str:
         ("layer_slots", [1, 1, "a"], r"layer_slots\.2: found a, expected a whole number"),
         ("layer_slots", [1, 1, 9], r"layer_slots\.2: found 9, expected at most 8"),
         ("layer_slots", [1, 1, 0], r"layer_slots\.2: found 0"),
-        ("pinned", [1.5], r"pinned\.0: found 1\.5, expected a whole number"),
-        ("pinned", [-1], r"pinned\.0: MoE layer: found -1"),
-        ("pinned", [24], r"pinned\.0: MoE layer: found 3, expected at most 2"),
-        ("pinned", [3, 3], r"pinned: found 3 twice"),
         ("changes", [[3, "lru"]], r"changes\.0: .*a forward, a policy and the form of its pool"),
         ("changes", [[3, "lru", []]], r"changes\.0: .*a forward, a policy and the form of its pool"),
         ("changes", [[-1, "lru", "one"]], r"changes\.0\.0: found -1"),
@@ -102,8 +98,3 @@ def test_a_log_is_repeated_with_its_slots_or_refused(tmp_path: Path) -> None:
             replay_served(_equal(tmp_path / f"other{number}", **about))
     with refused(UsageError, "requests"):
         replay_served(_equal(tmp_path / "part"), ReplaySetup(requests=frozenset([1])))
-
-
-def test_a_log_that_lends_slots_beside_pinned_experts_is_refused(tmp_path: Path) -> None:
-    with refused(MismatchError, "lent", "none", "beside"):
-        replay(_log(tmp_path / "log", pinned=[3], lent=[[4, 1]]), ["served"], [9000])
