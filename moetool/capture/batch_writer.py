@@ -15,7 +15,8 @@ import pyarrow as pa
 from moetool.base import durable
 from moetool.base.errors import MoetoolError, first_line
 from moetool.capture.resume import CaptureFolder
-from moetool.trace.rows import REQUESTS, TokenBatch, embedding_schema, to_array, to_record_batch
+from moetool.trace.rows import TokenBatch
+from moetool.trace.schemas import REQUESTS, embedding_schema, to_array, to_record_batch
 
 
 class BatchWriter:

@@ -23,7 +23,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import use_threads
 from moetool.prompts.gather import Prompt, tokens_to_decode
 from moetool.runtime.experts.partial_forward import decoder_layers
-from moetool.trace.rows import embedding_schema, token_schema
+from moetool.trace.schemas import embedding_schema, token_schema
 from moetool.trace.writer import token_columns
 
 CHUNK_TOKENS = 512

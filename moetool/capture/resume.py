@@ -25,7 +25,7 @@ from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_l
 from moetool.base.json_files import read_json
 from moetool.capture.job import CaptureOptions, CapturePlan, require_disk
 from moetool.trace.reader import MANIFEST
-from moetool.trace.rows import to_token_batch
+from moetool.trace.schemas import to_token_batch
 from moetool.trace.writer import TraceWriter
 
 STAGE, FACTS = ".stage", "capture.json"

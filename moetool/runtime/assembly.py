@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,14 +34,15 @@ from moetool.runtime.loop.engine import Engine
 from moetool.runtime.loop.own_caches import OwnCaches, open_batcher
 from moetool.runtime.loop.split_guard import SplitGuard
 from moetool.runtime.policy_state import Learned, restore_state, save_state
-from moetool.runtime.recording.gate_log import ServeLog
 from moetool.runtime.recording.live_oracle import CANDIDATES, LiveOracle, OraclePolicies
 from moetool.runtime.returned_memory import release_code, return_freed_memory, trim_heap
 from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.split_costs import split_costs
 from moetool.runtime.warm_start import PREFIXES_SUFFIX, WarmStart, kept_routes, prefix_file
 from moetool.trace.rows import KEEP
-from moetool.trace.segments import SegmentLimits
+
+if TYPE_CHECKING:
+    from moetool.runtime.recording.gate_log import ServeLog
 
 _LOG = logging.getLogger(__name__)
 _FEW_REQUESTS = 8
@@ -192,15 +193,7 @@ def build_engine(
             runtime,
             batcher,
             model_name=checkpoint.name,
-            log=None
-            if log is None
-            else ServeLog(
-                log,
-                {"topk"} | (built.columns & set(KEEP)),
-                built.distance,
-                facts,
-                SegmentLimits(seconds=options.log_segment_s),
-            ),
+            log=None if log is None else _open_log(log, built, facts, options.log_segment_s),
             save=save,
         )
         engine.host_order = order
@@ -226,6 +219,14 @@ def build_engine(
     trim_heap()
     release_code()
     return engine
+
+
+def _open_log(out: Path, policy: Policy, facts: Mapping[str, Any], segment_s: float) -> "ServeLog":
+    from moetool.runtime.recording.gate_log import ServeLog  # with Arrow, which other servers do without
+    from moetool.trace.segments import SegmentLimits
+
+    columns = {"topk"} | (policy.columns & set(KEEP))
+    return ServeLog(out, columns, policy.distance, facts, SegmentLimits(seconds=segment_s))
 
 
 def _splits(options: ServeOptions, policy: Policy, device: torch.device, alone: bool) -> bool:
@@ -341,15 +342,14 @@ def predictor_bytes(policy: str, predictor: Path | None, plan: CachePlan | None)
 
 def _predictor(kind: type[Policy], path: Path | None, plan: CachePlan | None) -> Any:
     """Load the predictor; None if there is none, or if the policy does not use it."""
+    if not kind.uses() or (path is None and (plan is None or plan.predictor is None)):
+        return None  # build_policy says if one is needed
     from moetool.training.predictor import load_predictor
 
-    if not kind.uses():
-        return None
     if path is not None:
         predictor = load_predictor(path)
         return predictor if kind.uses(predictor) else None
-    if plan is None or plan.predictor is None:
-        return None  # build_policy says that one is needed
+    assert plan is not None and plan.predictor is not None
     predictor = load_predictor(Path(plan.predictor.path))
     if predictor.sha256 != plan.predictor.sha256:
         raise MismatchError(

@@ -37,15 +37,11 @@ from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.trace.arrays import by_layer, long_table, require_layers
 from moetool.trace.events import gate_events, to_forward
 from moetool.trace.row_checks import RowChecks, check_whole
-from moetool.trace.rows import (
-    ALWAYS,
-    COLUMNS,
-    KEEP,
+from moetool.trace.rows import ALWAYS, COLUMNS, KEEP, SIGNALS, TokenBatch
+from moetool.trace.schemas import (
     REQUESTS,
-    SIGNALS,
     SINCE_1_4,
     VOCABULARY,
-    TokenBatch,
     embedding_schema,
     require_values,
     to_token_batch,

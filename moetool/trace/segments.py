@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 from moetool.base import durable
 from moetool.base.errors import MoetoolError, first_line
 from moetool.base.types import ModelSpec
-from moetool.trace.rows import COLUMNS, REQUESTS, TokenBatch, embedding_schema, token_schema
+from moetool.trace.rows import COLUMNS, TokenBatch
+from moetool.trace.schemas import REQUESTS, embedding_schema, token_schema
 from moetool.trace.writer import ROW_GROUP_TOKENS, file_facts, parquet_options, to_table, token_columns, write_manifest
 
 _LOG = logging.getLogger(__name__)

@@ -16,19 +16,8 @@ from moetool.base import durable
 from moetool.base.errors import MoetoolError, UsageError, first_line
 from moetool.base.types import ModelSpec
 from moetool.trace.dataset_card import CARD, card
-from moetool.trace.rows import (
-    ALWAYS,
-    COLUMNS,
-    EXTRA,
-    KEEP,
-    REQUESTS,
-    SIGNALS,
-    VOCABULARY,
-    TokenBatch,
-    embedding_schema,
-    to_array,
-    token_schema,
-)
+from moetool.trace.rows import ALWAYS, COLUMNS, EXTRA, KEEP, SIGNALS, TokenBatch
+from moetool.trace.schemas import REQUESTS, VOCABULARY, embedding_schema, to_array, token_schema
 from moetool.trace.version import SCHEMA_VERSION
 
 ROW_GROUP_TOKENS = 8192

@@ -34,7 +34,8 @@ from moetool.capture.run import finish, forward_batches
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, parse_dtype
 from moetool.prompts.gather import Prompt, load
-from moetool.trace.rows import TokenBatch, embedding_schema, token_schema
+from moetool.trace.rows import TokenBatch
+from moetool.trace.schemas import embedding_schema, token_schema
 from moetool.trace.writer import TraceWriter, token_columns
 
 ROUNDS = 5

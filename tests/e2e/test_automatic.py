@@ -7,6 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from moetool import prediction
@@ -82,6 +83,16 @@ def test_slots_are_those_that_unpacked_experts_leave(dtype: str) -> None:
     memory = parts.dense_bytes + 64 * parts.kv_token_bytes + 5 * slot
     setup = choose(checkpoint, {**asdict(options), "warm_start": False}, device_memory_bytes=memory)
     assert parts.slot_bytes == slot and ("expert slots", "5 of 8") in [choice[:2] for choice in setup.choices]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mapped libraries are read from /proc")
+def test_only_a_server_with_a_gate_log_loads_arrow(tmp_path: Path) -> None:
+    loaded = {}
+    for log in ((), ("--log", str(tmp_path / "log"))):
+        with served("reference", "--device", "cpu", *log) as process:
+            libraries = psutil.Process(process.popen.pid).memory_maps()
+            loaded[bool(log)] = any("libarrow" in library.path for library in libraries)
+    assert loaded == {False: False, True: True}
 
 
 def test_where_numba_is_missing_lfru_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -32,12 +32,14 @@ from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.loop.own_caches import OwnCaches
 from moetool.runtime.loop.split_guard import SplitGuard
 from moetool.runtime.memory_share import MemoryShare
-from moetool.runtime.recording.gate_log import ServeLog
 from moetool.runtime.recording.live_oracle import LiveOracle
 from moetool.runtime.recording.request_routes import RequestRoutes
 from moetool.runtime.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
 from moetool.runtime.returned_memory import trim_heap
-from moetool.trace.segments import SegmentStatus
+
+if TYPE_CHECKING:
+    from moetool.runtime.recording.gate_log import ServeLog
+    from moetool.trace.segments import SegmentStatus
 
 _LOG = logging.getLogger(__name__)
 SAVE_SECONDS = 300.0
@@ -75,7 +77,7 @@ class Engine:
         batcher: Batcher | OwnCaches,
         *,
         model_name: str,
-        log: ServeLog | None = None,
+        log: "ServeLog | None" = None,
         save: Callable[[], None] | None = None,
         closes_model: bool = True,
     ) -> None:
@@ -614,7 +616,7 @@ class Engine:
         raise _Stop
 
 
-def _gate_log_metrics(status: SegmentStatus) -> dict[str, float]:
+def _gate_log_metrics(status: "SegmentStatus") -> dict[str, float]:
     return {
         "gate_log_rows_written": status.written,
         "gate_log_rows_lost": status.lost,

@@ -6,7 +6,8 @@ import pyarrow.parquet as pq
 from huggingface_hub import DatasetCard
 
 from moetool.trace.dataset_card import CARD, MEANINGS
-from moetool.trace.rows import COLUMNS, REQUESTS
+from moetool.trace.rows import COLUMNS
+from moetool.trace.schemas import REQUESTS
 from tests import traces
 
 LENGTHS = [(5, 4), (3, 2)]
