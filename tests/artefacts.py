@@ -82,22 +82,6 @@ def BENCH_RESULTS() -> dict[str, Json]:
     }
     decode = {"x_resident": 2.0, "sum_s": 0.1, "larger_s": 0.08, "x_bound": 1.1, "reads_ahead": True}
     cached = {"policy": "lru", "share": 0.25, "hit_rate": 0.5}
-    rank = {
-        **{
-            "batch_s": [0.5, 0.75],
-            "hottest": 9,
-            "rows": 12,
-            "sent_GG": [[0, 5], [6, 0]],
-            "placed": 1,
-            "asked": {"a": 1},
-        },
-        **{"moved_bytes": 7, "during_exchange": 3, "ready_s": 0.1, "waited_s": 0.1, "decided_s": 0.1},
-        **{"predict_s": 0.1, "plan_s": 0.2},
-    }
-    ranked = {
-        **{"batches": 3, "ranks": 2, "seats": 2, "tasks": 2, "rounds": 1, "expert_token_s": 1e-4, "link_bytes_s": 1e6},
-        **{"costs": {"row_s": 1e-4, "link_bytes_s": 1e6, "move_bytes_s": 1e6}, "token_s": {"cascade": [1e-4]}},
-    }
     found = {
         "serve": (
             serving,
@@ -112,7 +96,6 @@ def BENCH_RESULTS() -> dict[str, Json]:
             {"device": "CPU", "host_bytes_s": 1e9},
             {**cached, "shape": "s", "routers": True, "decode_s": 0.1, "decode_p95_s": 0.2},
         ),
-        "cluster-ep": (ranked, {"name": "offline", "figures": [6], "rounds": [rank]}),
     }
     machine = {"gpu": None, "cpu": "a CPU", "cores": 2, "torch": "2.9"}
     return {

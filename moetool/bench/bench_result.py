@@ -36,7 +36,6 @@ BENCHES = {
     "rivals": "rivals",
     "gpu": "gpu",
     "cluster": "live_cluster.cluster_results",
-    "cluster-ep": "expert_parallelism_results",
     "paper": "paper.paper_results",
 }
 """By bench, the module in this package that shows its results."""

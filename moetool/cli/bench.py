@@ -1,9 +1,8 @@
 """The commands `moetool bench`: measure, write results and figures, and print them."""
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -266,14 +265,6 @@ def cluster(
             "Prism's). Repeatable."
         ),
     ] = [],
-    variant: Annotated[
-        list[str],
-        typer.Option(
-            help="Variants to compare with --mode ep, comma-separated: vanilla, offline, reactive, ... (default: "
-            "all). Repeatable."
-        ),
-    ] = [],
-    mode: Annotated[str, typer.Option(help="Cluster mode: edge, or ep for expert parallelism.")] = "edge",
     quick: Annotated[bool, typer.Option("--quick", help="Smoke test: a few short requests.")] = False,
     settings: Annotated[
         list[str], settable("Setting: bench.rounds, bench.gap_s, bench.link, bench.where=namespaces, ...")
@@ -282,24 +273,15 @@ def cluster(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Compare placements on live edge servers, or on expert-parallel ranks, under Poisson arrivals."""
+    """Compare placements on live edge servers under Poisson arrivals."""
     values = parse_settings(settings)
     given = values.pop("bench", {})
     if values or not isinstance(given, dict):
         raise UsageError(
             f"--set {next(iter(values), 'bench')!r} is unknown here, expected bench.NAME, as in bench.rounds=5"
         )
-    if mode not in ("edge", "ep"):
-        raise unknown_name("--mode", mode, ("edge", "ep"))
-    if stray := {"edge": variant, "ep": planner}[mode]:
-        wrong, right = ("--variant", "--planner") if mode == "edge" else ("--planner", "--variant")
-        raise UsageError(f"{wrong} {','.join(stray)} does not work with --mode {mode}; use {right}")
-    file = _file(out, "cluster" if mode == "edge" else "cluster-ep", overwrite)
+    file = _file(out, "cluster", overwrite)
     sets = listed(data) if data else []
-    if mode == "ep":
-        given |= {"data": sets} if sets else {}
-        _hand_over(_ranks(model, given, listed(variant) if variant else [], quick, file), file, as_json)
-        return
     from moetool.bench.live_cluster.bench_options import QUICK, TASKS, ClusterBenchOptions, parse_lines
     from moetool.bench.live_cluster.rounds import bench_cluster
 
@@ -308,27 +290,6 @@ def cluster(
     with tables.progress(f"benchmarking {model}", 100) as on_progress:
         made = bench_cluster(model, sets or TASKS, lines, options, on_progress=on_progress, file=file)
     _hand_over(made, file, as_json)
-
-
-def _ranks(model: str, values: dict[str, Any], lines: Sequence[str], quick: bool, file: Path | None) -> "BenchResult":
-    """DIRECTOR's comparisons on ranks of this machine; `work` of the values keeps the trace and the predictors."""
-    from moetool.bench.expert_parallelism import QUICK, RankBenchOptions, bench_parallel
-    from moetool.cluster.launch import ClusterAddress
-    from moetool.cluster.parallel.rank_launch import RankProcesses
-
-    values = {**(QUICK if quick else {}), **values}
-    work = values.pop("work", None)
-    options = parse(RankBenchOptions, values, "bench")
-    launcher = RankProcesses(
-        ClusterAddress(count=options.ranks), [f"rank {n}" for n in range(options.ranks)], threads=1
-    )
-    with tempfile.TemporaryDirectory() as scratch, tables.progress(f"benchmarking {model}", 100) as on_progress:
-        folder = Path(scratch if work is None else str(work))
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"cannot make the directory {folder}: {error.strerror}") from None
-        return bench_parallel(model, options, launcher, folder, only=lines, on_progress=on_progress, file=file)
 
 
 def paper(

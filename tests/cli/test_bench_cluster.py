@@ -40,8 +40,6 @@ def test_a_quick_run_has_tables_results_and_figures(tmp_path: Path, run: Run) ->
     ("arguments", "says"),
     [
         (["--planner", "prsm"], "prism"),
-        (["--variant", "vanilla"], "--variant vanilla does not work with --mode edge; use --planner"),
-        (["--mode", "ep", "--planner", "prism"], "--planner prism does not work with --mode ep; use --variant"),
         (["--set", "bench.where=cloud"], "processes"),
         (["--set", "bench.rounds=0"], "at least 1"),
         (["--set", "rounds=3"], "bench.NAME"),

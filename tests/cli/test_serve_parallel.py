@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from moetool.cli import main as cli
-from tests.command_line import exit_code
 from tests.edge_process import write_plan
 from tests.profiles import make_profile
 from tests.synthetic import make_spec
@@ -94,17 +93,3 @@ def test_without_ray(refused: Callable[..., tuple[int, str]], monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "ray", None)
     code, line = refused(cluster="127.0.0.1:6379")
     assert code == 2 and "pip install 'moetool[cluster]'" in line
-
-
-def test_the_bench_refuses_what_it_does_not_know(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "cluster-ep.json").write_text("{}")
-    for given, says in (
-        (("--set", "bench.rond=1"), "rond"),
-        (("--variant", "vanila"), "did you mean 'vanilla'"),
-        (("--set", "bench.ranks=1"), "at least 2"),
-        (("--out", tmp_path), "overwrite"),
-    ):
-        assert exit_code(monkeypatch, "bench", "cluster", "reference", "--mode", "ep", *given) in (2, 3)
-        assert says in capsys.readouterr().err
