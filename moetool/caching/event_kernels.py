@@ -17,6 +17,7 @@ import numba
 import numpy as np
 from numba import carray
 
+from moetool.caching import split_kernels as splits
 from moetool.prediction import token_kernels as tokens
 from moetool.prediction.token_kernels import pointer
 
@@ -43,12 +44,14 @@ last resident by that time, with a sentinel at A (LRU); number of uses, and int6
 VALUE_A, NEAR_LL, VALUED_L, RESIDENT_A, ORDER_M, KEY_E, UNUSED_E, FLOAT_2, ROW_R3, PATH_TP = range(45, 55)
 """Foresight: the arrays of the policy, in their types; uint8 `VALUED_L`; float64 options
 waste and limit."""
-STAMP = 55
-TABLE_SIZE = 56
+SPLIT, WORTH_E, STAMP = range(55, 58)
+"""Address of the table of the split of misses (`moetool.caching.split_kernels`; 0: all are loaded), and of
+float32 scratch."""
+TABLE_SIZE = 58
 
-COMPUTE, LOAD, AHEAD = map(np.int64, range(3))
+COMPUTE, LOAD, AHEAD, HOST = map(np.int64, range(4))
 """Kinds of steps, as in `moetool.caching.residency.StepKind`."""
-KEPT, PREFETCHED, MISSED, PREFETCH_LOADS, WASTED = map(np.int64, range(5))
+KEPT, PREFETCHED, MISSED, PREFETCH_LOADS, WASTED, HOSTED = map(np.int64, range(6))
 """Counts by their place in `moetool.caching.residency.Counts`."""
 RANKED, MORE = 32, 8
 """Foresight: most victims in one ranking; victims beyond the misses, since some are locked and prefetches evict too."""
@@ -369,7 +372,109 @@ def _prefetch(table, memory, layer, locked, key_E, start, stop):  # type: ignore
         slot = _place(table, memory, layer_of, key, True)
         _step(table, layer, AHEAD, key, slot, evicted)
         _count(table, PREFETCH_LOADS, _ONE)
+        if table[SPLIT]:
+            splits.note(_split_of(table), key, evicted)
     return at
+
+
+@_inlined
+def _expect(table, memory, layer):  # type: ignore[no-untyped-def]
+    """`Policy.after_first_expert` of foresight; return the number of expected keys."""
+    if memory is None or not _looks_ahead(table):
+        return np.int64(0)
+    row_R3, _ = _batch(table, memory)
+    column_L = carray(pointer(table[COLUMN_L]), (layer + 3,), np.int64)
+    limit = np.float32(carray(pointer(table[FLOAT_2]), (2,), np.float64)[1])
+    _, _, resident_A = _arrays(table)
+    columns = column_L[layer + 1], column_L[layer + 2]
+    return np.int64(tokens.expect(memory, row_R3, columns, (layer + 1) * table[EXPERTS], limit, resident_A))
+
+
+@_inlined
+def _split_of(table):  # type: ignore[no-untyped-def]
+    return carray(pointer(table[SPLIT]), (splits.TABLE_SIZE,), np.int64)
+
+
+@_inlined
+def _host(table, memory, layer, queued, misses):  # type: ignore[no-untyped-def]
+    """Let the split choose the misses of the host; take them out of the misses, and return their number."""
+    stride = table[EXPERTS]
+    queue_E, miss_E, token_E, host_E = carray(pointer(table[NEEDED_E]), (4, stride), np.int32)
+    worth_E = carray(pointer(table[WORTH_E]), (stride,), np.float32)
+    worth_E[:misses] = 0
+    if memory is not None and misses:
+        value_A, _, _ = _arrays(table)
+        valued_L = carray(pointer(table[VALUED_L]), (table[LAYERS],), np.uint8)
+        if not valued_L[layer]:
+            end = layer + 1 + (1 if _looks_ahead(table) else 0)
+            row_R3, _ = _batch(table, memory)
+            tokens.value(memory, row_R3, layer * stride, end * stride, value_A)
+            valued_L[layer:end] = 1
+        for at in range(misses):
+            worth_E[at] = value_A[miss_E[at]]
+    single = table[TOKENS] == 1
+    hosted = splits.choose(_split_of(table), single, token_E, queue_E[:queued], miss_E[:misses], worth_E, host_E)
+    left, at = 0, 0
+    for number in range(misses):
+        if at < hosted and miss_E[number] == host_E[at]:
+            _step(table, layer, HOST, np.int64(host_E[at]), _NOBODY, _NOBODY)
+            worth_E[at] = worth_E[number]
+            at += 1
+        else:
+            miss_E[left] = miss_E[number]
+            left += 1
+    _count(table, HOSTED, hosted)
+    return hosted
+
+
+@_inlined
+def _admit(table, memory, layer, key):  # type: ignore[no-untyped-def]
+    """Give an expert that the host has computed a slot, unless it is worth less than the evicted one."""
+    num, _, held_A = _keys(table)
+    stride, evicted = table[EXPERTS], _NOBODY
+    if table[ROOM] < 1:
+        if table[BY_LAYER]:
+            evicted = _victim_among(table, memory, _HELD, layer)
+            if evicted < 0:
+                return
+        else:
+            kept = 0
+            for other in range(layer * stride, min((layer + 2) * stride, num)):
+                kept += held_A[other] != 0
+            if kept >= table[RESIDENTS]:
+                return
+            evicted = _victim(table, memory, _HELD)
+        if memory is not None:
+            value_A, near_L, _ = _arrays(table)
+            if value_A[key] * near_L[layer] <= value_A[evicted] * near_L[evicted // stride]:
+                if not table[BY_LAYER]:
+                    carray(pointer(table[ORDER_M]), (RANKED,), np.int64)[table[ORDER]] = evicted
+                    table[ORDER] += 1
+                return
+        _give_up(table, memory, evicted)
+    held_A[key] |= _WANTED
+    slot = _place(table, memory, layer, key, True)
+    _step(table, layer, AHEAD, key, slot, evicted)
+    _count(table, PREFETCH_LOADS, _ONE)
+    splits.note(_split_of(table), key, evicted)
+
+
+@_inlined
+def _admit_hosted(table, memory, layer, hosted):  # type: ignore[no-untyped-def]
+    """Admit experts that the host has computed, the most worthy first, while the link takes them."""
+    stride = table[EXPERTS]
+    host_E = carray(pointer(table[NEEDED_E]), (4, stride), np.int32)[3]
+    worth_E = carray(pointer(table[WORTH_E]), (stride,), np.float32)
+    for _ in range(hosted):
+        if not splits.admits(_split_of(table), table[ROOM] >= 1):
+            return
+        best = -1
+        for at in range(hosted):
+            if host_E[at] >= 0 and (best < 0 or worth_E[at] > worth_E[best]):
+                best = at
+        key = np.int64(host_E[best])
+        host_E[best] = -1
+        _admit(table, memory, layer, key)
 
 
 @_inlined
@@ -400,16 +505,14 @@ def _run(table, memory, layer, address, row, width):  # type: ignore[no-untyped-
     unused_A = carray(pointer(table[UNUSED_A]), (num,), np.bool_)
     table[LAYER] = layer
     # Needed experts in ascending order: residents first in `queue_E`, which is computed in order; then the misses.
-    queue_E = carray(pointer(table[NEEDED_E]), (3, stride), np.int32)[0]
-    miss_E = carray(pointer(table[NEEDED_E]), (3, stride), np.int32)[1]
-    mark_E = carray(pointer(table[NEEDED_E]), (3, stride), np.int32)[2]
-    mark_E[:] = 0
+    queue_E, miss_E, token_E, _ = carray(pointer(table[NEEDED_E]), (4, stride), np.int32)
+    token_E[:] = 0
     for token in range(num_tokens):
         for column in range(width):
-            mark_E[routes[token * row + column]] = 1
-    queued, misses, ahead = 0, 0, 0
+            token_E[routes[token * row + column]] += 1
+    queued, misses, hosted, ahead = 0, 0, 0, 0
     for expert in range(stride):
-        if mark_E[expert]:
+        if token_E[expert]:
             key = base + expert
             if slot_A[key] >= 0:
                 queue_E[queued] = key
@@ -423,7 +526,6 @@ def _run(table, memory, layer, address, row, width):  # type: ignore[no-untyped-
                 misses += 1
     _count(table, KEPT, queued - ahead)
     _count(table, PREFETCHED, ahead)
-    _count(table, MISSED, misses)
     table[MISSES] = misses
     if memory is None:
         for at in range(queued):
@@ -435,6 +537,10 @@ def _run(table, memory, layer, address, row, width):  # type: ignore[no-untyped-
                 _use(table, num, np.int64(miss_E[at]))
     else:
         _gate(table, memory, layer, routes, row, width, queued + misses)
+    if table[SPLIT]:
+        hosted = _host(table, memory, layer, queued, misses)
+        misses -= hosted
+    _count(table, MISSED, misses)
 
     by_layer, locked, loaded, computed = table[BY_LAYER], queued, 0, 0
     key_E = carray(pointer(table[KEY_E]), (stride,), np.int64)
@@ -467,26 +573,25 @@ def _run(table, memory, layer, address, row, width):  # type: ignore[no-untyped-
         locked -= 1
         if memory is not None:
             if expected < 0:
-                expected = np.int64(0)
-                if _looks_ahead(table):
-                    row_R3, _ = _batch(table, memory)
-                    column_L = carray(pointer(table[COLUMN_L]), (layer + 3,), np.int64)
-                    limit = np.float32(carray(pointer(table[FLOAT_2]), (2,), np.float64)[1])
-                    columns = column_L[layer + 1], column_L[layer + 2]
-                    resident_A = carray(pointer(table[RESIDENT_A]), (num,), np.bool_)
-                    expected = tokens.expect(memory, row_R3, columns, base + stride, limit, resident_A)
+                expected = _expect(table, memory, layer)
             if asked < expected and loaded == misses:
                 asked = _prefetch(table, memory, layer, locked, key_E, asked, expected)
-    if expected > 0:
-        held_A[base + stride : base + 2 * stride] = 0
+    if expected < 0:  # the host computes every expert
+        expected = _expect(table, memory, layer)
+        if expected > 0:
+            _prefetch(table, memory, layer, locked, key_E, asked, expected)
+    if hosted:
+        _admit_hosted(table, memory, layer, hosted)
+    if expected > 0 or hosted:
+        held_A[base : base + 2 * stride] = 0
 
 
 def _entries(stamp: int) -> tuple[Any, ...]:
     """Compile the functions that Python calls; the result is kept on disk.
 
     Args:
-        stamp: identifies the source of `token_kernels`. numba compiles anew when a closure's value changes; the source
-            of functions that it inlines from other files does not count.
+        stamp: identifies the source of `token_kernels` and `split_kernels`. numba compiles anew when a closure's value
+            changes; the source of functions that it inlines from other files does not count.
 
     Raises:
         RuntimeError: there is no folder to keep the result in, and compiling takes longer than a small replay.
@@ -514,7 +619,7 @@ def _entries(stamp: int) -> tuple[Any, ...]:
     return tuple(numba.njit(cache=True, error_model="numpy")(entry) for entry in (run, place, give_up))
 
 
-_source = Path(tokens.__file__).read_bytes()
+_source = Path(tokens.__file__).read_bytes() + Path(splits.__file__).read_bytes()
 run, place, give_up = _entries(int.from_bytes(hashlib.blake2b(_source, digest_size=7).digest()))
 """Each takes a table and foresight's memory (None: without). `run` runs the events of some layers and returns the
 number of their steps. Between events, `place` gives an expert a free slot and returns it, and `give_up` evicts an

@@ -1,7 +1,8 @@
 """Split of an event's misses between the link and the host's cores, so that the event ends first, above any policy.
 
 Link, host and device are modelled: a `MachineSplit` advances them by the costs of its own decisions, never by a clock.
-So decisions are functions of events and costs, and a replay repeats those of a server.
+So decisions are functions of events and costs, and a replay repeats those of a server. The events of some policies are
+compiled, with the same decisions (`moetool.caching.split_kernels`).
 """
 
 import hashlib
@@ -9,8 +10,9 @@ import json
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from itertools import accumulate, pairwise
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import Any
 
 from moetool.base.config import POSITIVE, SHARE, Span, require_within
@@ -103,6 +105,11 @@ def _at(tokens: int, one_s: float, knots: tuple[tuple[float, float], ...]) -> fl
     return max(0.0, left[1] + (right[1] - left[1]) * (tokens - left[0]) / (right[0] - left[0]))
 
 
+def _sum(seconds: Iterable[float]) -> float:
+    """Add in order, as compiled code does; since Python 3.12 `sum` compensates for rounding."""
+    return reduce(add, seconds, 0.0)
+
+
 @dataclass(slots=True, kw_only=True)
 class EventWork:
     """The work of one event, with its misses in the order in which to load them.
@@ -135,7 +142,7 @@ class EventWork:
         best: list[int] = []
         least = float("inf")
         load_s, device_ends = self.costs.load_s, False
-        link_s, host_s, device_s = self.link_s, sum(self.host_N[i] for i in here), self.resident_s
+        link_s, host_s, device_s = self.link_s, _sum(self.host_N[i] for i in here), self.resident_s
         for count in range(len(here) + 1):
             if count:
                 link_s += load_s
@@ -165,7 +172,7 @@ class EventWork:
             loaded = [*here[:middle], *here[len(here) - count + middle :]]
             end = self.ends(loaded)[0]
             yield loaded, end
-            if self.resident_s + sum(self.device_N[i] for i in loaded) < end:
+            if self.resident_s + _sum(self.device_N[i] for i in loaded) < end:
                 first = middle + 1
             else:
                 last = middle
@@ -186,8 +193,8 @@ class EventWork:
         chosen = set(loaded)
         if any(self.on_disk_N):
             return self._ends_with_reads(chosen)
-        host_s = sum(seconds for i, seconds in enumerate(self.host_N) if i not in chosen)
-        device_s = self.resident_s + sum(self.device_N[i] for i in chosen)
+        host_s = _sum(seconds for i, seconds in enumerate(self.host_N) if i not in chosen)
+        device_s = self.resident_s + _sum(self.device_N[i] for i in sorted(chosen))
         return self._ends(self.link_s + self.costs.load_s * len(chosen), host_s, device_s)
 
     def _ends_with_reads(self, loaded: Collection[int]) -> tuple[float, float]:
@@ -219,7 +226,7 @@ class EventWork:
                     else:
                         ends[side] = now + passed
             now += passed
-        device_s = self.resident_s + sum(self.device_N[i] for i in loaded)
+        device_s = self.resident_s + _sum(self.device_N[i] for i in sorted(loaded))
         arrived = ends[0] + costs.device_s if loaded or self.link_s else 0.0
         return max(device_s, arrived, ends[1]), ends[1]
 
@@ -313,7 +320,7 @@ class MachineSplit:
             order.sort(key=lambda i: -tokens[misses[i] - base])
             host_N = [costs.host(tokens[misses[i] - base]) for i in order]
             device_N = [costs.device(tokens[misses[i] - base]) for i in order]
-            resident_s = sum(costs.device(tokens[key - base]) for key in hits)
+            resident_s = _sum(costs.device(tokens[key - base]) for key in sorted(hits))
         running = next(iter(queue), -1)
         late = [key for key in hits if key in queue and key != running]
         ranked = [misses[i] for i in order]
@@ -328,7 +335,7 @@ class MachineSplit:
         )
         loaded = work.loaded() if self.mode == "both" else []
         waiting = [key for key in queue if key != running and key not in late]
-        queue.update((ranked[i], costs.load_s) for i in loaded)
+        queue.update((ranked[i], costs.load_s) for i in sorted(loaded))
         for key in waiting:
             queue.move_to_end(key)
         self._advance(*work.ends(loaded))

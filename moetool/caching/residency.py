@@ -31,7 +31,7 @@ from moetool.base.types import ForwardInfo, GateEvent, Phase
 from moetool.caching.compiled_events import CompiledEvents, kernels
 from moetool.caching.layer_slots import scaled_down
 from moetool.caching.machine_split import MachineSplit
-from moetool.caching.policy import MIN_SLOTS, Policy
+from moetool.caching.policy import MIN_SLOTS, Policy, admits_by_value
 
 
 class StepKind(IntEnum):
@@ -180,7 +180,8 @@ class Residency:
         self.sink = sink
         self._requests: dict[int, None] = {}
         self.split = None if policy.computes_on_host else split
-        plain = capacity_bytes is None and share == (0, 1) and self.split is None
+        plain = capacity_bytes is None and share == (0, 1)
+        plain = plain and (split is None or (type(split) is MachineSplit and not admits_by_value(policy.options)))
         self._may_compile = plain and self.compiles
         self.compiled: CompiledEvents | None = None
         self._compile()
@@ -408,6 +409,7 @@ class Residency:
             free=self._free,
             unused=self._unused,
             counts_26=np.array(counts, np.int64),
+            split=self.split,
         )
 
     def _leave_compiled(self) -> None:

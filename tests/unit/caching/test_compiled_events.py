@@ -11,6 +11,7 @@ from moetool.base.errors import CapacityError
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec, Phase
 from moetool.caching.decision_digest import DecisionDigest
 from moetool.caching.layer_slots import equal_slots
+from moetool.caching.machine_split import MachineSplit, SplitCosts
 from moetool.caching.policies import lru
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
@@ -37,7 +38,29 @@ def gates(spec: ModelSpec, rng: np.random.Generator, info: ForwardInfo) -> Itera
         yield GateEvent(forward=info, layer=layer, experts_TK=tuple(experts_TK))
 
 
-def decisions(name: str, seed: int, monkeypatch: pytest.MonkeyPatch, *, compiled: bool) -> list[Any]:
+def random_split(spec: ModelSpec, rng: np.random.Generator) -> MachineSplit:
+    """A split with random costs, in host memory that may hold only some experts."""
+    load_s, host_s, device_s = rng.choice([0.2, 0.5, 1.0, 1.7], 3)
+    growth, device_growth = rng.choice([0.0, 0.05, 0.9], 2)
+    costs = SplitCosts(
+        load_s=load_s,
+        host_s=host_s,
+        device_s=0.1 * device_s,
+        host_knots=((2.0, host_s + growth), (4.0, host_s + 3 * growth)) if rng.random() < 0.7 else (),
+        device_knots=((2.0, 0.1 * device_s + device_growth),) if rng.random() < 0.7 else (),
+        layer_s=float(rng.choice([0.0, 0.5, 3.0])),
+        start_s=float(rng.choice([0.0, 0.1])),
+        link_share=float(rng.choice([0.5, 0.8, 1.0])),
+        host_share=float(rng.choice([0.6, 1.0])),
+        disk_s=float(rng.choice([0.0, 0.4, 2.0])),
+    )
+    held = None if rng.random() < 0.5 else int(rng.integers(1, spec.num_layers * spec.num_experts + 1))
+    return MachineSplit(spec, costs, str(rng.choice(["host", "both", "both"])), held)
+
+
+def decisions(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch, *, compiled: bool, splits: bool = False
+) -> list[Any]:
     """Everything that a residency decides and knows, over random forwards and changes between them."""
     monkeypatch.setattr(Residency, "compiles", compiled)
     rng, steps = np.random.default_rng(seed), list[Any]()
@@ -52,7 +75,8 @@ def decisions(name: str, seed: int, monkeypatch: pytest.MonkeyPatch, *, compiled
         options = {"forget": bool(seed % 2)}
     own = equal_slots(spec, slots, share) if isinstance(share, float) and slots >= 2 * layers else ()
     policy = build_policy(name, spec, options, slots)
-    residency = Residency(policy, lambda *step: steps.append(step), layer_slots=own)
+    split = random_split(spec, rng) if splits else None
+    residency = Residency(policy, lambda *step: steps.append(step), layer_slots=own, split=split)
     assert (residency.compiled is not None) == compiled
     running, coming = [0], 1
     for number in range(25):
@@ -67,7 +91,9 @@ def decisions(name: str, seed: int, monkeypatch: pytest.MonkeyPatch, *, compiled
             residency.forget(int(rng.integers(layers * num)))
         if rng.random() < 0.1:
             steps.append(residency.load_into_free_slot(int(rng.integers(layers * num))))
-        if rng.random() < 0.05:
+        if split is not None:
+            split.active = bool(rng.random() < 0.9)
+        elif rng.random() < 0.05:
             other = build_policy(str(rng.choice(["lru", "foresight", "lfu", "lfru"])), spec, {}, slots)
             try:
                 residency.change(other, () if rng.random() < 0.5 else own)
@@ -91,6 +117,13 @@ def decisions(name: str, seed: int, monkeypatch: pytest.MonkeyPatch, *, compiled
 def test_every_decision_is_that_of_python(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = decisions(name, seed, monkeypatch, compiled=True)
     assert made == decisions(name, seed, monkeypatch, compiled=False)
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("name", ["lru", "lfu", "lfru", "foresight"])
+def test_every_split_of_misses_is_that_of_python(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = decisions(name, seed, monkeypatch, compiled=True, splits=True)
+    assert made == decisions(name, seed, monkeypatch, compiled=False, splits=True)
 
 
 @pytest.mark.parametrize("layers", [1, 3])
