@@ -24,7 +24,7 @@ from moetool.placement.latency import (
 )
 from moetool.placement.local_search import Descent, Layer
 from moetool.placement.planner import apportion, place
-from moetool.placement.planners import eplb, prism
+from moetool.placement.planners import eplb, moetuner, prism
 from moetool.placement.relaxation import relax
 from moetool.placement.rounding import round_layer
 from moetool.placement.scoring import balancedness, messages, score
@@ -123,6 +123,42 @@ def test_prism_exact_calls_no_more_remotely_than_any_other_planner(seed: int) ->
     best = score(problem, place("prism_exact", problem), bounds=False).remote_calls
     for name in ("uniform", "redundant", "smartmoe", "eplb", "prism", "director", "annealing"):
         assert best <= score(problem, place(name, problem), bounds=False).remote_calls + 1e-6, name
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_moetuner_finds_the_least_deviation_and_the_least_largest_transfer(seed: int) -> None:
+    """Both programmes against every way to cluster seven experts and to place three clusters."""
+    room_C, spec, cluster = np.array([3, 2, 4]), make_spec(1, 7), make_cluster([[3], [2, 4]], link_bytes_s=1e3)
+    problem = make_problem(spec, cluster, seed=seed)
+    exact = moetuner.Options(tolerance=0.0, nodes=100_000)
+    tokens_GE = problem.demand.tokens_GLE[:, 0]
+    tokens_E = tokens_GE.sum(axis=0)
+
+    def deviation(gpu_E: np.ndarray) -> float:
+        return float(np.abs(np.bincount(gpu_E, tokens_E, 3) - tokens_E.sum() / 3).sum())
+
+    tried = (np.array(gpu_E) for gpu_E in itertools.product(range(3), repeat=7))
+    fitting = (
+        gpu_E
+        for gpu_E in tried
+        if ((size_C := np.bincount(gpu_E, minlength=3)) >= 1).all() and (size_C <= room_C).all()
+    )
+    chosen_CE = moetuner.clusters(tokens_E, room_C, exact)
+    assert deviation(chosen_CE.argmax(axis=0)) == pytest.approx(min(map(deviation, fitting)))
+    placed_GE = place("moetuner", problem, exact)[:, 0]
+
+    def largest(placed_GE: np.ndarray) -> float:
+        return float(problem.latency.comm_s(tokens_GE @ placed_GE.T).max())
+
+    orders = (chosen_CE[list(order)] for order in itertools.permutations(range(3)))
+    assert largest(placed_GE) == pytest.approx(
+        min(map(largest, (each for each in orders if (each.sum(axis=1) <= room_C).all())))
+    )
+
+
+def test_moetuner_refuses_a_tolerance_below_zero() -> None:
+    with refused(UsageError, "tolerance", "-1"):
+        place("moetuner", make_problem(make_spec(1, 4), make_cluster([[4]])), {"tolerance": -1.0})
 
 
 def test_whole_layers_go_to_servers_that_use_all_experts_alike() -> None:
