@@ -61,6 +61,7 @@ class Claim:
         needs: what else decides the claim: `size`, bytes of experts as in the paper's model; `gpu`, seconds of a GPU.
         ours: a question of moetool's that the paper does not answer, in a table of its own.
         here: relevant differences between the miniature and the paper.
+        reason: why the result is not the paper's, if so, and what would change the verdict (default: the setup's).
     """
 
     id: str
@@ -75,13 +76,15 @@ class Claim:
     needs: tuple[Literal["size", "gpu"], ...] = ()
     ours: bool = False
     here: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimSetup:
-    """An experiment and its options, shared by several claims."""
+    """An experiment and its options, shared by several claims, and the reason why their results are not the paper's."""
 
     experiment: str
+    reason: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -176,7 +179,8 @@ def _filled(claim: Claim, setups: Mapping[str, ClaimSetup], where: str) -> Claim
     if claim.setup not in setups:
         raise unknown_name(f"setup of {claim.id}", claim.setup, setups)
     setup = setups[claim.setup]
-    return replace(claim, experiment=setup.experiment, options={**setup.options, **claim.options})
+    options = {**setup.options, **claim.options}
+    return replace(claim, experiment=setup.experiment, options=options, reason=claim.reason or setup.reason)
 
 
 def choose(claims: Sequence[Claim], only: Sequence[str]) -> list[Claim]:

@@ -56,7 +56,12 @@ def _claims(made: BenchResult, paper: Row, rows: list[Row]) -> Iterator[Any]:
         columns = {"": ("id", "s"), "question": ("says", "s"), **found, **verdict}
         yield table("questions of moetool's that the paper does not answer", own, columns, num_text=4)
     yield from (f"{row['id']}, here: {row['here']}" for row in rows if row["here"])
+    unlike = [row for row in rows if row.get("reason") and row["verdict"] != "agrees"]
+    yield from dict.fromkeys(f"{row['id']}, {row['verdict']}: {row['reason']}" for row in unlike)
     yield from (f"not repeated: {', '.join(left['ids'])}: {left['why']}" for left in paper["left_out"])
+    named, seeds = paper["machine_named"], paper["sizes"]["seeds"]
+    costs = "{model} on {machine}".format(**named) if named["model"] else "assumed"
+    yield f"{seeds} seeds; costs, where a row names no others: {costs}"
     yield from (f"measured on {on}" for on in dict.fromkeys(row.get("on") for row in rows) if on)
     counts = _counts("", rows)
     if claims:

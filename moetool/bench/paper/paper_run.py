@@ -24,8 +24,9 @@ from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.claims import Claim, Paper, choose, names, read_paper
 from moetool.bench.paper.verdict import FACTOR, CannotTestError, Verdict, judge
 from moetool.bench.paper.workbench import Workbench
-from moetool.costing.machines import NamedModel, read_named_model
+from moetool.costing.machines import NamedModel, read_named_model, recipe_names
 from moetool.models.libraries import read_machine
+from moetool.trace.reader import Trace
 
 _MISSING = (CannotTestError, MismatchError, CapacityError)
 """Errors that make a claim untestable: model, trace or machine lack a requirement of its experiment."""
@@ -47,6 +48,8 @@ def run_paper(
     Raises:
         UsageError: a claim refers to an unmeasured value.
     """
+    model = read_named_model(paper.machine.model) if paper.machine.model else None
+    paper = priced(paper, given or {})
     bench = Workbench(
         sizes=paper.quick if quick else paper.sizes,
         machine=paper.machine.assumed(),
@@ -54,7 +57,6 @@ def run_paper(
         given=given or {},
     )
     known: dict[str, ExperimentResult | Verdict] = {}
-    model = read_named_model(paper.machine.model) if paper.machine.model else None
     try:
         for claim in paper.claim:
             key, began = repr((claim.experiment, claim.options)), time.perf_counter()
@@ -99,6 +101,31 @@ def decided_elsewhere(claim: Claim, found: ExperimentResult, model: NamedModel |
     if "gpu" in claim.needs and not torch.cuda.is_available():
         return f"measured on {read_machine().cpu}, not beside the model on a GPU"
     return ""
+
+
+def priced(paper: Paper, given: Mapping[str, Path]) -> Paper:
+    """Return the paper with the costs of the model that made the given traces, wherever it names machine and model.
+
+    That is the first of `recipes/models` with the traces' layers, experts and top-k; without one, costs stay as they
+    are.
+    """
+    if not given or not paper.machine.model:
+        return paper
+    spec = Trace(next(iter(given.values()))).spec
+    routed = (spec.num_layers, spec.num_experts, max(spec.top_k_L))
+    known = {name: read_named_model(name) for name in recipe_names("models")}
+    name = next((name for name, one in known.items() if (one.layers, one.experts, one.top_k) == routed), "")
+    if not name:
+        return paper
+
+    def renamed(options: Any) -> Any:
+        if not isinstance(options, Mapping):
+            return options
+        own = {"model": name} if {"machine", "model"} <= options.keys() else {}
+        return {key: renamed(value) for key, value in options.items()} | own
+
+    claims = tuple(replace(claim, options=renamed(claim.options)) for claim in paper.claim)
+    return replace(paper, claim=claims, machine=replace(paper.machine, model=name))
 
 
 def _alike(one: float, other: float) -> bool:
@@ -158,7 +185,7 @@ def run_papers(
         scratch = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moetool-paper-")))
         on_progress = stack.enter_context(progress(title, claims))
         made = stack.enter_context(recorded("paper", options, file))
-        made.facts["papers"] = {name: _facts(one, options.quick) for name, one in papers.items()}
+        made.facts["papers"] = {name: _facts(priced(one, given), options.quick) for name, one in papers.items()}
         calls = {
             task: partial(run_paper, one, scratch, quick=options.quick, given=given) for task, one in tasks.items()
         }
@@ -219,7 +246,10 @@ def with_links(paper: Paper, links: float) -> Paper:
 
 def _row(claim: Claim, verdict: Verdict) -> Row:
     return {
-        **{name: getattr(claim, name) for name in ("id", "says", "printed", "here", "ours", "experiment", "options")},
+        **{
+            name: getattr(claim, name)
+            for name in ("id", "says", "printed", "here", "ours", "reason", "experiment", "options")
+        },
         "check": {name: value for name, value in asdict(claim.check).items() if value},
         "verdict": verdict.answer,
         "why": verdict.why,

@@ -25,7 +25,6 @@ from moetool.simulation.lockstep import RankMachines
 from moetool.simulation.lockstep_serving import LockstepServing, ServingOptions
 from moetool.simulation.placement_control import PlacementDecisions, find_mode
 from moetool.simulation.rank_seconds import AssumedRank, mean_row_s
-from moetool.simulation.simulate import sized
 from moetool.simulation.simulated_costs import planning_latency
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.workload import RequestSource, Route, SimulatedRequest, read_source
@@ -130,8 +129,8 @@ class TaskRoutes:
 def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Serve batches from a full queue in every mode, with other requests for each seed than placements are made from.
 
-    Source: DIRECTOR § VIII-B and -C. All modes but uniform use one planner with the same effort; the paper's offline
-    baseline, MoETuner, is not implemented.
+    Source: DIRECTOR § VIII-B and -C. The paper's offline baseline places as MoETuner does (planner `moetuner`).
+    Offline, reactive and proactive placement by one planner with the same effort differ in the requests that they see.
 
     Raises:
         UsageError: an unknown machine or model, or GPUs without links.
@@ -212,11 +211,11 @@ def tasks_of(bench: Workbench, options: Options, seed: int) -> TaskRoutes:
     """Parts of the requests of each task: one is served, placements are made from the others."""
     parts = len(bench.seeds)
     model = MachineChoice(machine=options.machine, model=options.model).read()[1]
-    simulated = SimulationOptions(expert_bytes=model.expert_bytes)
     traces, served, history = [], [], []
 
     def read(trace: Trace, part: int | None) -> list[Route]:
-        spec = sized(trace.spec, simulated)
+        sizes = (model.expert_bytes,) * trace.spec.num_layers
+        spec = replace(trace.spec, expert_bytes_L=sizes, hidden_size=model.hidden)
 
         def uses(place: int) -> bool:
             return part is None or (place % parts == part)

@@ -122,7 +122,11 @@ class PolicyMeasures:
 
 
 def run(bench: Workbench, options: Options) -> ExperimentResult:
-    """Replay every line with every memory and batch, with another part of the prompts per seed."""
+    """Replay every line with every memory and batch, with another part of the prompts per seed.
+
+    Raises:
+        CannotTestError: a trace lacks the prompts or the new tokens that are measured.
+    """
     samples = Samples(bench)
     samples.highest_best = options.measure in ("hits", "speed")
     each: dict[str, list[float]] = {}  # of all requests of all parts
@@ -144,6 +148,8 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
                     own = changed(machine, line.machine)
                     measured = measure(bench, trace, line, memory, batch, fold, learned=learned, machine=own)
                     label = _label(name, memory, batch, options)
+                    if missing := _missing(measured, options.measure):
+                        raise CannotTestError(f"{trace.path} has no {missing} in the measured requests")
                     if options.measure == "sides":
                         for side, seconds in (("link", measured.link_s), ("host", measured.host_s)):
                             samples.add(f"{label}, {side}", 1e3 * seconds / measured.forwards)
@@ -215,11 +221,7 @@ def measure(
     learned: Trace | None = None,
     machine: AssumedMachine | None = None,
 ) -> PolicyMeasures:
-    """Replay one line on the requests after the history, which it serves first, or on all if it learned elsewhere.
-
-    Raises:
-        CannotTestError: they have no output tokens.
-    """
+    """Replay one line on the requests after the history, which it serves first, or on all if it learned elsewhere."""
     if learned is None:
         history, later = bench.history(trace, batch)
         before = frozenset(history.requests["request"].to_pylist())
@@ -251,8 +253,6 @@ def measure(
         decode = Counts(**{name: getattr(decode, name) - getattr(earlier.decode, name) for name in names})
         spent = spent - _seconds(earlier)
         forwards -= earlier.timing.decode_forwards
-    if not forwards:
-        raise CannotTestError(f"{trace.path} has no new tokens in the measured requests")
     tokens = {each["request"]: each["tokens"] - each["prompt_tokens"] for each in trace.requests.to_pylist()}
     measured = [request for request in row.timing.request_s if request in later]
     decode_s, compute_s, link_s, host_s = spent.tolist()
@@ -306,6 +306,13 @@ def _seconds(row: ReplayRow) -> np.ndarray:
     assert row.timing is not None, "replayed with a profile"
     spent = row.timing.decode
     return np.array([spent.seconds, spent.compute_s, sum(spent.io_s.values()), spent.host_s])
+
+
+def _missing(measured: PolicyMeasures, what: str) -> str:
+    """The tokens that a measure needs and the trace lacks; empty if it has them."""
+    if what == "ttft":
+        return "" if any(prompt_s for prompt_s, _ in measured.request_s) else "prompt tokens"
+    return "" if measured.forwards else "new tokens"
 
 
 def _value(measured: PolicyMeasures, what: str) -> float:

@@ -16,7 +16,7 @@ from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Sizes, choose, names, parse_paper, read_paper
 from moetool.bench.paper.experiments import remote_share
 from moetool.bench.paper.paper_results import figures, tables
-from moetool.bench.paper.paper_run import PaperOptions, decided_elsewhere, run_paper, run_papers, with_links
+from moetool.bench.paper.paper_run import PaperOptions, decided_elsewhere, priced, run_paper, run_papers, with_links
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.verdict import Check, Verdict, ceilings, derive, interval, judge
 from moetool.bench.paper.workbench import Workbench, code_files, parsed, requests_of
@@ -240,6 +240,31 @@ def test_the_guides_table_of_directors_gains_has_a_claim_for_each_cell() -> None
     known = [claim.options for claim in read_paper("director").claim if claim.experiment == "expert_parallel"]
     cells = {(options.get("composition", "mixed"), options.get("new_tokens", 64)) for options in known}
     assert {(tasks, new_tokens) for tasks in ("mixed", "one task") for new_tokens in (8, 64)} <= cells
+
+
+def test_given_traces_bring_the_costs_of_their_model(tmp_path: Path) -> None:
+    """Wherever a recipe names machine and model, with those of a line; a model alone, as of Table 2, stays."""
+    routed = {"there": write_trace(tmp_path / "trace", make_spec(24, 32, 4), num_requests=2, prompt_tokens=1)}
+    toy = {"there": write_trace(tmp_path / "toy", make_spec(2), num_requests=2)}
+    for name in ("director", "duoserve"):
+        paper = read_paper(name)
+        assert priced(paper, toy) == priced(paper, {}) == paper
+        changed = priced(paper, routed)
+        assert changed.machine == replace(paper.machine, model="gpt-oss-20b")
+        for claim in changed.claim:
+            choices = [claim.options, *(claim.options.get("lines", {}).values())]
+            choices += [line["machine"] for line in choices if isinstance(line.get("machine"), dict)]
+            assert {one["model"] for one in choices if {"machine", "model"} <= one.keys()} <= {"gpt-oss-20b"}
+    (memory,) = {repr(claim.options) for claim in changed.claim if claim.experiment == "memory"}
+    assert "mixtral-8x7b-int4" in memory
+
+
+def test_every_difference_in_the_tables_has_a_reason() -> None:
+    """The recorded verdicts of tests/bench/README.md; a reason says why, and what would change the verdict."""
+    text = (Path(__file__).parents[4] / "tests" / "bench" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w ,()]+) \| ([^|]+) \|.*\| differs \|", text, re.MULTILINE)
+    reasons = {(claim.id, claim.says): claim.reason for name in PAPERS for claim in read_paper(name).claim}
+    assert len(rows) > 20 and [row for row in rows if not reasons[row]] == []
 
 
 def test_links_are_varied_for_claims_that_they_can_change(tmp_path: Path) -> None:

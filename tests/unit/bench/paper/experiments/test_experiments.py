@@ -91,6 +91,20 @@ def test_link_and_host_time_per_token_and_costs_per_line(tmp_path: Path, given: 
         policies.run(bench, replace(drawn, along={"slwo": 1}))
 
 
+def test_a_measure_is_refused_on_traces_without_its_tokens(tmp_path: Path) -> None:
+    """Published routes have prompts only, as DeepSeek-V2-Lite's, or new tokens only, as gpt-oss-20b's."""
+    spec, lines = make_spec(LAYERS, EXPERTS, TOP_K), {"ACC": policies.PolicyLine(policy="on_demand")}
+    shapes = {"ttft": {"new_tokens": 0}, "tpot": {"prompt_tokens": 0}}
+    for measure, shape in shapes.items():
+        trace = write_trace(tmp_path / measure, spec, num_requests=4, **shape)
+        bench = _bench(tmp_path, {"there": trace})
+        (value,) = policies.run(bench, policies.Options(lines=lines, measure=measure)).values["ACC"]
+        assert value > 0
+        (other,) = shapes.keys() - {measure}
+        with refused(CannotTestError, "tokens", trace):
+            policies.run(bench, policies.Options(lines=lines, measure=other))
+
+
 def test_memory_sizes_batches_and_named_lines_give_curves(tmp_path: Path, given: dict[str, Path]) -> None:
     lines = {"a, 1 ahead": policies.PolicyLine(policy="lru"), "b, 1 ahead": policies.PolicyLine(policy="lfu")}
     bench = _bench(tmp_path, given)
