@@ -45,7 +45,7 @@ def fit(
     Reads the config or a GGUF header only; downloads no weights.
     """
     from moetool.costing.machines import read_named_machine
-    from moetool.measuring.fit import FitOptions
+    from moetool.measuring.fit import FitOptions, with_weights
     from moetool.measuring.fit import fit as estimate
     from moetool.measuring.fit_machine import fit_machine
     from moetool.models.config_model import ConfigModel
@@ -67,7 +67,8 @@ def fit(
     if isinstance(opened, ConfigModel):
         _print_shape(opened, as_json)
         return
-    on = fit_machine(options)
+    opened = with_weights(opened)
+    on = fit_machine(options, opened)
     found, cost, problem = estimate(opened, on), None, ""
     if capture is not None:
         from moetool.capture.automatic import cost_on

@@ -15,6 +15,8 @@ MEMORY_SHARE = 0.75
 """Reached share of a memory's bandwidth by products of one token (assumed; 18 of 25 on the Xeon of the guide)."""
 LINK_SHARE = 0.8
 """Reached share of PCIe by copies from pinned memory: 25 of 31.5 GB/s, 53.5 of 63 measured on an H100."""
+LOAD_PASSES = 3
+"""Passes over memory of a load from disk: written by the read, then read and written by the copy into its slot."""
 COMPUTE_SHARE = 0.4
 """Reached share of the operations per second by products of a prompt (assumed)."""
 GPU_LAYER_S = 0.43e-3
@@ -82,6 +84,7 @@ class Rates:
         miss_layer_s: further fixed seconds of a layer with misses.
         link_bytes_s: loads from host memory to the device; 0: no host tier.
         disk_bytes_s: loads from disk.
+        load_bytes_s: bytes that one core loads in a processor second: reads, copies and unpacking; 0: not known.
     """
 
     device: str
@@ -91,6 +94,7 @@ class Rates:
     miss_layer_s: float
     link_bytes_s: float
     disk_bytes_s: float
+    load_bytes_s: float = 0.0
 
     def read_s(self, num_bytes: float, bits: float) -> float:
         """Seconds in which products of one token read weights of this many bits."""
@@ -123,6 +127,7 @@ def host_rates(machine: NamedMachine) -> Rates:
         miss_layer_s=CPU_MISS_LAYER_S,
         link_bytes_s=0.0,
         disk_bytes_s=machine.disk_bytes_s or ASSUMED_DISK_BYTES_S,
+        load_bytes_s=MEMORY_SHARE * machine.host_memory_bytes_s / LOAD_PASSES,
     )
 
 
@@ -144,6 +149,7 @@ class TokenEstimate:
     Attributes:
         memory_bytes, link_bytes, disk_bytes: read in the device's memory, over the link, and from disk.
         memory_s, fixed_s, link_s, disk_s: their seconds, and the fixed ones of layers.
+        load_s: processor seconds of loads from disk, on other threads within `disk_s`.
     """
 
     memory_bytes: float
@@ -153,6 +159,7 @@ class TokenEstimate:
     fixed_s: float
     link_s: float
     disk_s: float
+    load_s: float
 
     @property
     def seconds(self) -> float:
@@ -195,6 +202,7 @@ def token_estimate(
         fixed_s=model.num_layers * rates.layer_s + with_misses * model.num_moe_layers * rates.miss_layer_s,
         link_s=link / rates.link_bytes_s if link else 0.0,
         disk_s=disk / rates.disk_bytes_s if disk else 0.0,
+        load_s=disk / rates.load_bytes_s if rates.load_bytes_s else 0.0,
     )
 
 

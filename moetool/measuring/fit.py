@@ -218,9 +218,9 @@ def fit(model: str | Checkpoint, options: FitOptions | FitMachine | None = None)
         UsageError: there is no such model or machine.
         MismatchError: the model's config is damaged.
     """
-    checkpoint = _with_weights(Checkpoint.open(model, weights=False) if isinstance(model, str) else model)
+    checkpoint = with_weights(Checkpoint.open(model, weights=False) if isinstance(model, str) else model)
     published = nearest_curve(checkpoint.spec)  # refuses a dense model before the machine is measured
-    machine = options if isinstance(options, FitMachine) else fit_machine(options or FitOptions())
+    machine = options if isinstance(options, FitMachine) else fit_machine(options or FitOptions(), checkpoint)
     estimator = _Estimator(checkpoint, machine, published)
     budget, problem = estimator.divide(machine.device_bytes)
     token, prompt_s, known = None, 0.0, (0.0, 0.0)
@@ -250,8 +250,8 @@ def fit(model: str | Checkpoint, options: FitOptions | FitMachine | None = None)
     )
 
 
-def _with_weights(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with its weight files, if all are here and undamaged."""
+def with_weights(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with its weight files, if all are here and undamaged."""
     if checkpoint.weights:
         return checkpoint
     try:

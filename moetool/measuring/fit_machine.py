@@ -1,5 +1,6 @@
 """The machine of an estimate: this one, measured, or one by vendors' figures, with a user's sizes and rates."""
 
+import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ import torch
 
 from moetool.base.machine import memory_bytes
 from moetool.base.tables import count
-from moetool.costing.estimates import LINK_SHARE, MEMORY_SHARE, Rates, rates_of
+from moetool.costing.estimates import LINK_SHARE, LOAD_PASSES, MEMORY_SHARE, Rates, rates_of
 from moetool.costing.machines import NamedMachine, read_named_machine
-from moetool.measuring.machine_rates import Fact, disk_rate, measured_rates
+from moetool.measuring.machine_rates import Fact, disk_rates, measured_rates
+from moetool.models.checkpoint import Checkpoint
 
 SYSTEM_BYTES = 2_000_000_000
 """Host memory that the system of a named machine keeps (assumed)."""
@@ -65,8 +67,11 @@ class FitMachine:
         return self.gpu_bytes if self.has_gpu else self.host_bytes
 
 
-def fit_machine(options: FitOptions) -> FitMachine:
+def fit_machine(options: FitOptions, checkpoint: Checkpoint | None = None) -> FitMachine:
     """Return the machine that the options describe.
+
+    Args:
+        checkpoint: model whose loads from disk are measured, if its weights are here.
 
     Effects: measures this machine for about a second, unless another one is named or a GPU is given that it lacks.
 
@@ -81,7 +86,12 @@ def fit_machine(options: FitOptions) -> FitMachine:
         )
     if options.gpu_bytes is not None and not here:
         return _with_assumed_gpu(options)
-    rates, facts = measured_rates("cuda" if here else "cpu", Path(), options.disk_bytes_s)
+    with contextlib.ExitStack() as opened:
+        files = None
+        if not here and checkpoint is not None and checkpoint.weights:
+            files = checkpoint.expert_files(fastest=checkpoint.expert_dtype)
+            opened.callback(files.shards.close)
+        rates, facts = measured_rates("cuda" if here else "cpu", Path(), options.disk_bytes_s, files)
     gpu_bytes = 0
     if here:
         gpu_bytes = options.gpu_bytes or torch.cuda.mem_get_info()[0]
@@ -100,7 +110,7 @@ def fit_machine(options: FitOptions) -> FitMachine:
 
 def _with_assumed_gpu(options: FitOptions) -> FitMachine:
     """This machine's memory and disk beside a GPU that it lacks."""
-    disk_bytes_s, disk = disk_rate(Path(), options.disk_bytes_s)
+    disk_bytes_s, _, disk = disk_rates(Path(), options.disk_bytes_s)
     host_bytes = memory_bytes()[1] if options.host_bytes is None else options.host_bytes
     assumed = replace(read_named_machine(_ASSUMED_GPU), name="this machine with an assumed RTX 3090")
     known = replace(options, host_bytes=host_bytes, disk_bytes_s=disk_bytes_s)
@@ -131,6 +141,9 @@ def _named(machine: NamedMachine, origin: str, options: FitOptions) -> FitMachin
     )
     disk = origin if machine.disk_bytes_s else "assumed"
     facts.append(("disk", f"{count(rates.disk_bytes_s, 'B')}/s", disk if options.disk_bytes_s is None else "as given"))
+    if rates.load_bytes_s:
+        loads = f"{LOAD_PASSES} passes over memory (assumed)"
+        facts.append(("loads", f"{count(rates.load_bytes_s, 'B')} in a processor second", loads))
     host_bytes = options.host_bytes
     if host_bytes is None:
         host_bytes = max(0, int(machine.host_memory_bytes) - SYSTEM_BYTES)

@@ -9,11 +9,20 @@ import torch
 
 from moetool.base.errors import MoetoolError
 from moetool.base.tables import count
-from moetool.costing.estimates import CPU_MISS_LAYER_S, GPU_LAYER_S, GPU_MISS_LAYER_S, LAYER_NORMS, Rates
+from moetool.costing.estimates import (
+    CPU_MISS_LAYER_S,
+    GPU_LAYER_S,
+    GPU_MISS_LAYER_S,
+    LAYER_NORMS,
+    LOAD_PASSES,
+    Rates,
+)
 from moetool.kernels.cpu.matmul import RowLinear
 from moetool.measuring.probes.disk import DiskProbe, scratch_shards
 from moetool.measuring.probes.expert_compute import random, synchronize
 from moetool.measuring.probes.host_copies import copy_costs
+from moetool.models.experts.expert_files import ExpertFiles
+from moetool.models.shards import Shards
 
 Fact = tuple[str, str, str]
 """Name of a rate, its value, and its source."""
@@ -24,14 +33,17 @@ _WIDTH, _PROMPT = 2048, 256
 _COPY_BYTES = 32 * 2**20
 
 
-def measured_rates(device: str, folder: Path, disk_bytes_s: float | None = None) -> tuple[Rates, tuple[Fact, ...]]:
+def measured_rates(
+    device: str, folder: Path, disk_bytes_s: float | None = None, files: ExpertFiles | None = None
+) -> tuple[Rates, tuple[Fact, ...]]:
     """Measure a device of this machine and the disk of a folder.
 
     Args:
         device: `cpu` or `cuda`.
         disk_bytes_s: known rate of the disk, which is then not measured.
+        files: experts whose loads are measured, instead of the disk of the folder.
 
-    Effects: writes and removes a file of 64 MB, unless the rate of the disk is known.
+    Effects: writes and removes a file of 64 MB, unless the rate of the disk is known or there are `files`.
     """
     memory, flops = _products(device)
     facts = [("memory bandwidth", f"{count(memory, 'B')}/s in products of one token", "measured here")]
@@ -44,8 +56,12 @@ def measured_rates(device: str, folder: Path, disk_bytes_s: float | None = None)
     else:
         layer_s, miss_layer_s = LAYER_NORMS * _norm_s(), CPU_MISS_LAYER_S
         facts.append(("fixed time per layer", f"{layer_s * 1e3:.2g} ms", "measured here, by small operations"))
-    disk_bytes_s, origin = disk_rate(folder, disk_bytes_s)
+    disk_bytes_s, load_bytes_s, origin = disk_rates(folder, disk_bytes_s, files)
     facts.append(("disk", f"{count(disk_bytes_s, 'B')}/s", origin))
+    if device == "cpu":
+        measured = "measured here" if load_bytes_s else f"assumed: {LOAD_PASSES} passes over memory"
+        load_bytes_s = load_bytes_s or memory / LOAD_PASSES
+        facts.append(("loads", f"{count(load_bytes_s, 'B')} in a processor second", measured))
     rates = Rates(
         device=device,
         memory_bytes_s=memory,
@@ -54,21 +70,34 @@ def measured_rates(device: str, folder: Path, disk_bytes_s: float | None = None)
         miss_layer_s=miss_layer_s,
         link_bytes_s=link,
         disk_bytes_s=disk_bytes_s,
+        load_bytes_s=load_bytes_s,
     )
     return rates, tuple(facts)
 
 
-def disk_rate(folder: Path, given: float | None = None) -> tuple[float, str]:
-    """Return the rate of reads in a folder, measured unless it is given, and its origin.
+def disk_rates(folder: Path, given: float | None = None, files: ExpertFiles | None = None) -> tuple[float, float, str]:
+    """Return bytes of reads per second in a folder, those of loads per processor second, and the rate's origin.
+
+    Args:
+        given: known rate of the disk.
+        files: experts to load; else a file of random bytes in the folder, unless the rate is given.
+
+    Returns:
+        The rate of loads is 0 if nothing was loaded.
 
     Effects: as `measured_rates`.
     """
-    if given is not None:
-        return given, "as given"
+    if given is not None and files is None:
+        return given, 0.0, "as given"
     try:
-        return _disk_bytes_s(folder), f"measured in {folder.resolve()}"
+        if files is None:
+            with scratch_shards(folder, _FILE_BYTES) as shards:
+                rates, where = _disk_rates(shards, _READ_BYTES, None), folder.resolve()
+        else:
+            rates, where = _disk_rates(files.shards, files.stored_bytes, files), files.shards.files[0].parent.resolve()
     except (OSError, MoetoolError):
-        return 1e9, f"assumed: {folder.resolve()} cannot be written"
+        return given or 1e9, 0.0, f"assumed: {folder.resolve()} cannot be written"
+    return (given, rates[1], "as given") if given is not None else (*rates, f"measured in {where}")
 
 
 def _fastest(parts: Sequence[Callable[[], object]], device: str) -> float:
@@ -120,10 +149,11 @@ def _norm_s() -> float:
         return min(norms(100) for _ in range(_ROUNDS))
 
 
-def _disk_bytes_s(folder: Path) -> float:
-    with scratch_shards(folder, _FILE_BYTES) as shards:
-        probe = DiskProbe(shards, _READ_BYTES, _READERS)
-        try:
-            return _READ_BYTES / min(probe.seconds(_READ_BYTES) for _ in range(4))
-        finally:
-            probe.close()
+def _disk_rates(shards: Shards, num_bytes: int, files: ExpertFiles | None) -> tuple[float, float]:
+    """Bytes of reads per second on some threads, and per processor second of one."""
+    probe = DiskProbe(shards, num_bytes, _READERS, files)
+    try:
+        seconds = min(probe.seconds(num_bytes) for _ in range(4))
+        return num_bytes / seconds, num_bytes / min(probe.processor_s(num_bytes) for _ in range(4))
+    finally:
+        probe.close()

@@ -83,6 +83,14 @@ class DiskProbe:
         list(self._pool.map(self._read_all, self._slots, places, itertools.repeat(num_bytes)))
         return (time.perf_counter() - began) / (each * self._threads)
 
+    def processor_s(self, num_bytes: int) -> float:
+        """Return the processor seconds of a read of these bytes that is not the first of its place."""
+        place = [self._place(num_bytes)]
+        self._read_all(self._slots[0], place, num_bytes)  # keeps its checksum
+        began = time.thread_time()
+        self._read_all(self._slots[0], place, num_bytes)
+        return time.thread_time() - began
+
     def _read_all(self, slot: torch.Tensor, places: list[tuple[int, int]], num_bytes: int) -> None:
         for file, offset in places:
             if self._files is not None and num_bytes == self._files.stored_bytes:

@@ -89,7 +89,11 @@ def test_a_token_adds_reads_layers_and_loads() -> None:
     )
     assert half.limit == "disk"
     alone = token_estimate(DEEPSEEK, replace(rates, link_bytes_s=0.0), context=0, device_misses=0.5, disk_misses=0.5)
-    assert (alone.link_bytes, alone.disk_bytes) == (0, half.link_bytes)
+    assert (alone.link_bytes, alone.disk_bytes, alone.load_s) == (0, half.link_bytes, 0.0)
+    known = replace(rates, link_bytes_s=0.0, load_bytes_s=1e9)
+    loading = token_estimate(DEEPSEEK, known, context=0, device_misses=0.5, disk_misses=0.5)
+    assert loading.load_s == pytest.approx(alone.disk_bytes / 1e9)
+    assert loading.seconds == alone.seconds  # other threads load
 
 
 def test_a_prompt_loads_each_missing_expert_once_a_chunk() -> None:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
-from moetool.base import families
+from moetool.base import assets, families
 from moetool.base.errors import UsageError
 from moetool.base.machine import memory_bytes, resident_bytes
-from moetool.costing.estimates import CPU_LAYER_S, STEP_SHARE
+from moetool.costing.estimates import CPU_LAYER_S, STEP_SHARE, rates_of
+from moetool.costing.machines import read_named_machine
 from moetool.measuring.fit import Fit, fit, spoken
 from moetool.measuring.fit_machine import FitOptions
 from moetool.models.checkpoint import Checkpoint
@@ -60,7 +61,10 @@ def test_a_shape_on_a_laptop(qwen: Checkpoint) -> None:
     assert found.tokens_s == pytest.approx(1 / found.token.seconds)
     assert found.command == "moetool serve MODEL"
     assert json.loads(json.dumps(found.to_json()))["memory_bytes"]["dense weights"] == found.budget.dense_bytes
-    assert {fact[0] for fact in found.facts} >= {"memory bandwidth", "disk", "misses", "sizes"}
+    assert {fact[0] for fact in found.facts} >= {"memory bandwidth", "disk", "loads", "misses", "sizes"}
+    assert found.token.load_s == pytest.approx(
+        found.token.disk_bytes / rates_of(read_named_machine("laptop-16gb")).load_bytes_s
+    )
 
 
 def test_more_memory_and_a_faster_disk_help(qwen: Checkpoint) -> None:
@@ -100,6 +104,16 @@ def test_this_machine_is_measured(qwen: Checkpoint, tmp_path: Path, monkeypatch:
     assert origins["disk"] == f"measured in {tmp_path}" and origins["memory bandwidth"] == "measured here"
     assert found.machine == "this machine"
     assert not list(tmp_path.iterdir())
+
+
+def test_loads_of_weights_that_are_here_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("moetool.measuring.machine_rates.scratch_shards", pytest.fail)
+    folder = assets.path("data", "reference-moe")
+    for disk_bytes_s, origin in ((None, f"measured in {folder}"), (2e9, "as given")):
+        found = fit("reference", FitOptions(host_bytes=8 * GB, disk_bytes_s=disk_bytes_s))
+        origins = {what: origin for what, _, origin in found.facts}
+        assert (origins["disk"], origins["loads"]) == (origin, "measured here")
 
 
 def test_a_gpu_that_is_not_here_is_assumed(qwen: Checkpoint) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from moetool.costing.estimates import LOAD_PASSES
 from moetool.measuring.machine_rates import measured_rates
 
 
@@ -14,7 +15,8 @@ def test_rates_are_plausible_and_leave_nothing_behind(tmp_path: Path) -> None:
     assert 1e-5 < rates.layer_s < 0.1
     assert 1e6 < rates.disk_bytes_s < 1e11
     assert rates.link_bytes_s == 0
-    assert {what for what, _, _ in facts} == {"memory bandwidth", "fixed time per layer", "disk"}
+    assert {what for what, _, _ in facts} == {"memory bandwidth", "fixed time per layer", "disk", "loads"}
+    assert 1e7 < rates.load_bytes_s < 1e12
     assert not list(tmp_path.iterdir())
 
 
@@ -22,4 +24,6 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: py
     rates, facts = measured_rates("cpu", tmp_path / "missing")
     assert "assumed" in next(origin for what, _, origin in facts if what == "disk")
     assert rates.disk_bytes_s > 0
-    assert measured_rates("cpu", tmp_path, 2.5e9)[0].disk_bytes_s == 2.5e9
+    given = measured_rates("cpu", tmp_path, 2.5e9)[0]
+    assert given.disk_bytes_s == 2.5e9
+    assert given.load_bytes_s == pytest.approx(given.memory_bytes_s / LOAD_PASSES)
