@@ -256,6 +256,7 @@ def with_weights(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     try:
         whole = Checkpoint(checkpoint.path, name=checkpoint.name)
+        _ = whole.index  # without weights it raises before a second model is built for the spec
         return whole if whole.spec.num_experts_L == checkpoint.spec.num_experts_L else checkpoint
     except MoetoolError:
         return checkpoint
