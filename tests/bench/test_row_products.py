@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
+from moetool.kernels.cpu.kinds import GGML_KINDS
 from moetool.kernels.cpu.matmul import products
+from moetool.kernels.cpu.scaled_weight import ScaledWeight
 
 NUM_EXPERTS, OUTPUTS, INPUTS = 96, 1536, 2048  # gate and up of Qwen3-30B-A3B: 600 MB, more than any cache
 TOP_K, ROUNDS = 8, 30
@@ -56,3 +58,53 @@ def test_bandwidth_of_few_rows(huge: bool) -> None:
         print(f"{num_rows:4d}  {rates[0]:6.1f} {rates[1]:6.1f}  {rates[2]:16.1f}")
         for made, expected in zip(kernel([0, 1]), plain([0, 1]), strict=False):  # type: ignore[call-overload]
             assert torch.allclose(made.float(), expected.float(), rtol=2**-6, atol=2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["bfloat16", "q4_k"])
+def test_two_threads_beside_one(form: str) -> None:
+    """One row by the weights of Qwen3-30B-A3B, beside a sum of as many bytes as its output head in bfloat16."""
+    kind = next(kind for kind in GGML_KINDS if kind.name == "q4_k")
+
+    def weights(count: int, outputs: int, inputs: int) -> list[torch.Tensor | ScaledWeight]:
+        row_bytes = 2 * inputs if form == "bfloat16" else kind.row_bytes(inputs)
+        pool = torch.empty(count, outputs, row_bytes, dtype=torch.uint8)
+        ask_for_huge_pages(pool)
+        pool.fill_(1)
+        if form == "bfloat16":
+            return list(pool.view(torch.bfloat16))
+        return [ScaledWeight(kind, each, torch.empty(0), inputs, kind.numbers, 1, False) for each in pool]
+
+    words = torch.ones(2**26, dtype=torch.int64)
+    ways: dict[str, Callable[[int], object]] = {"sum": lambda number: words.sum()}
+    for name, total, count, outputs, inputs in (
+        ("gate and up of 8 experts", 96, 8, 1536, 2048),
+        ("down of 8 experts", 96, 8, 2048, 768),
+        ("queries", 24, 1, 4096, 2048),
+        ("attention output", 24, 1, 2048, 4096),
+        ("output head", 1, 1, 151936, 2048),
+    ):
+        pool, x = weights(total, outputs, inputs), torch.randn(1, inputs).bfloat16()
+
+        def multiply(
+            number: int, pool: list[torch.Tensor | ScaledWeight] = pool, x: torch.Tensor = x, count: int = count
+        ) -> object:
+            first = number * count % len(pool)
+            return products([x] * count, pool[first : first + count])
+
+        ways[name] = multiply
+    before, seconds = torch.get_num_threads(), {}
+    try:
+        for name, way in ways.items():
+            for number in range(ROUNDS):
+                for threads in (1, 2):
+                    torch.set_num_threads(threads)
+                    began = time.perf_counter()
+                    way(2 * number + threads)
+                    seconds.setdefault((name, threads), []).append(time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(before)
+    print(f"\n{form}, microseconds on one thread and on two, median of {ROUNDS}, and their ratio")
+    for name in ways:
+        one, two = (statistics.median(seconds[name, threads][3:]) for threads in (1, 2))
+        print(f"{name:26s} {1e6 * one:8.0f} {1e6 * two:8.0f} {one / two:5.2f}")

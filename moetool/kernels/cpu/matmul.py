@@ -1,4 +1,4 @@
-"""Products of few rows with weights on a CPU, at memory bandwidth; of more rows by tiles where the CPU has AMX.
+"""Products of few rows with weights on a CPU, at memory bandwidth; of more rows by tiles where the CPU can.
 
 A decode step multiplies one row, or a few, with every weight that it reads, so memory bandwidth bounds it. torch's
 products of few rows are far below that bound (`tests/bench/test_row_products.py`). The kernels here
@@ -22,7 +22,7 @@ from moetool.kernels.cpu.inputs import ordered_rows
 from moetool.kernels.cpu.kinds import BFLOAT16, RowKind
 from moetool.kernels.cpu.scaled_weight import ScaledWeight, StackedWeight, kernel_of
 from moetool.kernels.cpu.threads import PoolCall
-from moetool.kernels.cpu.tiles import TILE_INPUTS, Rows, cpu_has_tiles, find_tiles, tile_products
+from moetool.kernels.cpu.tiles import TILE_INPUTS, Rows, cpu_has_pairs, cpu_has_tiles, find_tiles, tile_products
 
 MAX_ROWS = 2
 """Most rows for which the bfloat16 kernel is faster than tiles or torch (`tests/bench/test_row_products.py`).
@@ -43,18 +43,19 @@ class RowsOf(NamedTuple):
     targets: Sequence[int]
 
 
-def multiplies(x: torch.Tensor, weight: Any) -> bool:
-    """Whether the kernels support the product of rows x [T, I] with a transposed weight [O, I]."""
-    return 0 < x.shape[0] <= max_rows(weight, x.dtype)  # `len` of a tensor takes a microsecond
+def multiplies(x: torch.Tensor, weight: Any, together: int = 1) -> bool:
+    """Whether the kernels support the product of rows x [T, I] with a transposed weight [O, I] (`max_rows`)."""
+    return 0 < x.shape[0] <= max_rows(weight, x.dtype, together)  # `len` of a tensor takes a microsecond
 
 
-def max_rows(weight: Any, dtype: torch.dtype) -> int:
+def max_rows(weight: Any, dtype: torch.dtype, together: int = 1) -> int:
     """Most rows of a product with this weight [O, I] in the kernels: any number with tiles; 0 if it is unsupported.
 
     Args:
         dtype: type of x.
+        together: weights of this size that a call may multiply; they count together.
     """
-    if not isinstance(weight, ScaledWeight | StackedWeight) and not takes(weight):
+    if not isinstance(weight, ScaledWeight | StackedWeight) and not takes(weight, together):
         return 0
     return sys.maxsize if dtype == torch.bfloat16 and _has_tiles(weight) else _few(weight)
 
@@ -74,11 +75,11 @@ def _tiles_of(weight: torch.Tensor | ScaledWeight) -> PoolCall | None:
     return find_tiles(weight.kind if isinstance(weight, ScaledWeight) else BFLOAT16)
 
 
-def takes(weight: Any) -> bool:
-    """Whether the kernel supports this bfloat16 weight [O, I]."""
+def takes(weight: Any, together: int = 1) -> bool:
+    """Whether the kernel supports this bfloat16 weight [O, I], or so many of its size (`max_rows`)."""
     return (
         isinstance(weight, torch.Tensor)
-        and weight.numel() >= MIN_ELEMENTS
+        and together * weight.numel() >= MIN_ELEMENTS
         and _suits(weight)
         and find_kernel() is not None
     )
@@ -255,10 +256,12 @@ def chosen_kernels() -> dict[str, Any]:
         format) and more_rows (products of longer inputs in bfloat16).
     """
     more = "float32 blocks" if many_rows.lacks_bfloat16_products() else "torch"
+    if cpu_has_pairs():
+        more = "AMX tiles" if cpu_has_tiles() else "avx512_bf16"
     return {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "few_rows": chosen_prefetches(),
-        "more_rows": "AMX tiles" if cpu_has_tiles() else more,
+        "more_rows": more,
     }
 
 

@@ -1,9 +1,10 @@
-"""Products of several rows with weights by the tiles of a CPU with AMX.
+"""Products of several rows with weights by the tiles of a CPU with AMX, or by the pair products of `avx512_bf16`.
 
 A tile holds 16 rows of 32 numbers in bfloat16. Rows of a weight are loaded into tiles as they lie in memory; rows of x
-are rearranged first. So a product of up to 32 rows takes as long as reading the weight. torch's product rearranges the
-weight in each call (`tests/bench/test_scaled_weights.py`), and compiles code for each new number of rows, which takes
-8 ms and 1.4 to 2.1 MB. Packed weights are unpacked into the CPU cache, 32 rows at a time, rounded to bfloat16.
+are rearranged first. So with AMX a product of up to 32 rows takes as long as reading the weight. torch's product
+rearranges the weight in each call (`tests/bench/test_scaled_weights.py`), and compiles code for each new number of
+rows, which takes 8 ms and 1.4 to 2.1 MB. Packed weights are unpacked into the CPU cache, 32 rows at a time, rounded to
+bfloat16. Without AMX the same tiles of x are vectors: an instruction multiplies a pair of inputs of 16 rows.
 
 Sums are in float32, in an order that depends only on the width of the weight. So a row's result is bit-identical in any
 batch, and differs from torch's only in rounding.
@@ -32,6 +33,7 @@ TILE_INPUTS = 32
 _MOST_TILES = 64  # of rearranged x in memory
 _TILE_BYTES = 1024
 _CACHED_BYTES = 2**20  # of x multiplied with a block of a weight in turn: half of a core's second-level cache
+_PAIRED_ROWS, _PAIRS = 8, 4  # rows of a weight and pairs of inputs at a time: two tiles take 16 registers for sums
 _SUMS_BYTES = 4 * _TILE_BYTES  # of two tiles of a weight by two of x, in float32
 _SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of <asm/prctl.h>, x86-64
 
@@ -133,8 +135,8 @@ def _parts(rows: Rows, most: int) -> list[Rows]:
 
 @functools.cache
 def find_tiles(kind: RowKind = BFLOAT16) -> PoolCall | None:
-    """Return the compiled function for a kind of weight; None if the CPU or the system has no tiles, or numba fails."""
-    if not cpu_has_tiles():
+    """Return the compiled function for a kind of weight; None if the CPU has no instruction for it, or numba fails."""
+    if not cpu_has_tiles() and not cpu_has_pairs():
         return None
 
     def compile_sound() -> PoolCall:
@@ -148,19 +150,29 @@ def find_tiles(kind: RowKind = BFLOAT16) -> PoolCall | None:
 @functools.cache
 def cpu_has_tiles() -> bool:
     """Whether this process may use AMX for bfloat16; asks the system for permission."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
+    if sys.platform != "linux" or not _has("amx-tile", "amx-bf16") or not cpu_has_pairs():
+        return False
+    return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
+@functools.cache
+def cpu_has_pairs() -> bool:
+    """Whether this CPU multiplies pairs of bfloat16 by `avx512_bf16`."""
+    return _has("avx512f", "avx512bf16")
+
+
+def _has(*names: str) -> bool:
+    if platform.machine() != "x86_64":
         return False
     try:
         import llvmlite.binding
         import numba
     except ImportError:
         return False
-    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:  # LLVM ends a process that compiles for a CPU without tiles
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:  # LLVM ends a process that compiles for a CPU without them
         return False
     features = llvmlite.binding.get_host_cpu_features()
-    if not all(features.get(name) for name in ("amx-tile", "amx-bf16", "avx512f", "avx512bf16")):
-        return False
-    return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+    return all(features.get(name) for name in names)
 
 
 def _require_sound(kind: RowKind, multiply: PoolCall) -> None:
@@ -208,7 +220,8 @@ def _compile(kind: RowKind) -> PoolCall:
     from numba import types
 
     next_task, next_thread = next_task_of(), next_task_of(_PLACES["threads"])
-    multiply_1, multiply_2, (turn, put) = _block_of(1), _block_of(2), _putting()
+    block_of = _block_of if cpu_has_tiles() else _paired_block_of
+    multiply_1, multiply_2, (turn, put) = block_of(1), block_of(2), _putting()
     configure, release = _configuring()
     outputs_at, row_bytes_at, x_at, output_at = (_PLACES[name] for name in ("outputs", "row_bytes", "x", "output"))
     weights_at, inputs_at, room_at = _PLACES["weights"], _PLACES["inputs"], _PLACES["room"]
@@ -380,6 +393,46 @@ def _block_of(tiles: int) -> Any:
     return multiply
 
 
+def _paired_block_of(tiles: int) -> Any:
+    """Like `_block_of`, by `avx512_bf16`: a vector has a number of each row of a tile of x."""
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        block, row_bytes, x, tile_row, steps, sums = arguments
+        v = Vectors(builder)
+        with cgutils.for_range(builder, v.number(BLOCK_ROWS // _PAIRED_ROWS)) as part:
+            first = v.times(part.index, _PAIRED_ROWS)
+            rows = [builder.mul(builder.add(first, v.number(n)), row_bytes) for n in range(_PAIRED_ROWS)]
+            rows = [builder.add(block, offset) for offset in rows]
+            totals = [[cgutils.alloca_once(builder, v.floats) for _ in range(tiles)] for _ in rows]
+            for total in (total for each in totals for total in each):
+                builder.store(v.all(v.float32, 0.0), total)
+            with cgutils.for_range(builder, v.times(steps, TILE_INPUTS // 2 // _PAIRS)) as loop:
+                for n in range(_PAIRS):
+                    pair = builder.add(v.times(loop.index, _PAIRS), v.number(n))
+                    at = builder.add(x, v.times(pair, VECTOR_BYTES))
+                    inputs = [v.load(builder.add(at, v.times(tile_row, n)), v.words) for n in range(tiles)]
+                    for row, each in zip(rows, totals, strict=True):
+                        weight = v.broadcast(v.load(builder.add(row, v.times(pair, 4)), v.int32))
+                        for total, given in zip(each, inputs, strict=True):
+                            builder.store(v.pair_products(given, weight, builder.load(total)), total)
+            half = builder.udiv(first, v.number(TILE_ROWS))
+            for n, each in enumerate(totals):
+                within = builder.urem(builder.add(first, v.number(n)), v.number(TILE_ROWS))
+                for place, total in enumerate(each):
+                    tile = builder.add(v.times(half, tiles), v.number(place))
+                    at = builder.add(v.times(tile, _TILE_BYTES), v.times(within, VECTOR_BYTES))
+                    v.store(builder.load(total), builder.add(sums, at))
+        return context.get_dummy_value()
+
+    @intrinsic
+    def multiply(typing_context: Any, block: Any, row_bytes: Any, x: Any, tile_row: Any, steps: Any, sums: Any) -> Any:
+        return types.void(*[types.int64] * 6), generate
+
+    return multiply
+
+
 def _putting() -> tuple[Any, Any]:
     """numba's `turn(sums)`, the transpose of a tile in place, and `put(sums, target)`, a row rounded to bfloat16."""
     from numba.core import types
@@ -410,9 +463,13 @@ def _putting() -> tuple[Any, Any]:
 
 
 def _configuring() -> tuple[Any, Any]:
-    """numba's `configure(address)` and `release()` of a thread's tiles."""
+    """numba's `configure(address)` and `release()` of a thread's tiles; nothing without AMX."""
+    import numba
     from numba.core import types
     from numba.extending import intrinsic
+
+    if not cpu_has_tiles():
+        return numba.njit(lambda address: None), numba.njit(lambda: None)
 
     @intrinsic
     def configure(typing_context: Any, address: Any) -> Any:

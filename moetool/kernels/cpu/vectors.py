@@ -10,6 +10,7 @@ _POWERS = tuple(math.log(2) ** n / math.factorial(n) for n in range(8))
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+@functools.cache
 def _bfloat16() -> Any:
     """LLVM's type of bfloat16, which llvmlite lacks."""
     from llvmlite import ir
@@ -83,6 +84,12 @@ class Vectors:
         """a * b + c, rounded once."""
         fused = self.function(f"llvm.fma.v{LANES}f32", self.floats, *[self.floats] * 3)
         return self.builder.call(fused, [a, b, c])
+
+    def pair_products(self, a: Any, b: Any, c: Any) -> Any:
+        """c + the two products of bfloat16 in each word of a and b, by `avx512_bf16`; subnormal numbers are 0."""
+        pairs = self.of(_bfloat16(), 2 * LANES)
+        function = self.function("llvm.x86.avx512bf16.dpbf16ps.512", self.floats, self.floats, pairs, pairs)
+        return self.builder.call(function, [c, *(self.builder.bitcast(each, pairs) for each in (a, b))])
 
     def exponential(self, x: Any) -> Any:
         """exp(x) for vectors of numbers that are at most 0, within about 2 ulp; exp(-87) below -87."""
@@ -169,7 +176,7 @@ class Vectors:
         return self.builder.select(is_nan, self._each(short.type, 0x7FC0), short)
 
     def converted(self, numbers: Any) -> Any:
-        """Like `rounded` for a vector, by an instruction of CPUs with AMX; subnormal numbers become 0."""
+        """Like `rounded` for a vector, by `avx512_bf16`; subnormal numbers become 0."""
         made = self.of(_bfloat16())
         convert = self.function("llvm.x86.avx512bf16.cvtneps2bf16.512", made, self.floats)
         return self.builder.bitcast(self.builder.call(convert, [numbers]), self.of(self.int16))

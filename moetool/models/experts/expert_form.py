@@ -136,7 +136,7 @@ class ExpertForm:
         if self.has_bias or self.finish is not None or width % _WHOLE_VECTORS:
             return 0
         return min(
-            matmul.max_rows(out_in(weight, transposed), dtype)
+            matmul.max_rows(out_in(weight, transposed), dtype, self.num_experts)
             for weight, transposed in zip(weights, (self.up_transposed, self.down_transposed), strict=True)
         )
 
@@ -168,7 +168,7 @@ class ExpertForm:
         """Multiply each expert's rows by its `part`, and add its bias if it has one."""
         outputs: list[torch.Tensor | None] = [None] * len(xs)
         matrices = [out_in(each[part], transposed) for each in weights]
-        few = [n for n, x in enumerate(xs) if matmul.multiplies(x, matrices[n])]
+        few = [n for n, x in enumerate(xs) if matmul.multiplies(x, matrices[n], self.num_experts)]
         if few:
             made = matmul.products([xs[n] for n in few], [matrices[n] for n in few])  # type: ignore[misc]
             for n, output in zip(few, made, strict=True):

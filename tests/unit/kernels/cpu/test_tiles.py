@@ -17,10 +17,10 @@ from moetool.kernels.cpu.matmul import (
     scattered_products,
 )
 from moetool.kernels.cpu.scaled_weight import ScaledWeight
-from moetool.kernels.cpu.tiles import cpu_has_tiles, find_tiles
+from moetool.kernels.cpu.tiles import cpu_has_pairs, find_tiles
 from tests.unit.kernels.cpu.test_scaled_weight import CASES, example_weight
 
-pytestmark = pytest.mark.skipif(not cpu_has_tiles(), reason="this CPU has no AMX")
+pytestmark = pytest.mark.skipif(not cpu_has_pairs(), reason="this CPU has neither AMX nor avx512_bf16")
 
 OUTPUTS, INPUTS = 512, 576
 
