@@ -19,7 +19,10 @@ from moetool.kernels.cpu.numbers import run_length
 from moetool.kernels.cpu.threads import PoolCall, next_task_of, on_pool
 
 BLOCK_ROWS = 32
-"""Rows of a weight per task of a thread."""
+"""Least rows of a weight per task of a thread; the rows of a weight are a multiple of it."""
+_TASK_BYTES, _TASKS = 2**17, 8
+"""Bytes of a task, unless there would be fewer tasks: a thread reads shorter runs at 0.75 of the rate
+(`tests/bench/test_row_products.py`)."""
 _PREFETCH_BYTES = (0, 2048)
 """Prefetch distances of a kernel, in bytes; prefetching is faster on some CPUs and slower on others."""
 _TRIAL_BYTES = 2**26  # larger than most caches
@@ -51,7 +54,7 @@ def find_kernel(kind: RowKind = BFLOAT16) -> RowKernel | None:
 
 def _checked(kind: RowKind) -> RowKernel:
     multiply = _compile(kind)
-    unpack = None if kind is BFLOAT16 else _compile_unpacking(kind)
+    unpack = None if kind is BFLOAT16 or kind.paired else _compile_unpacking(kind)
     _require_sound(kind, multiply)
     _prefetches[kind.name] = ahead = _fastest_prefetch(kind, multiply)
     return RowKernel(multiply, unpack, ahead)
@@ -138,15 +141,18 @@ def _compile(kind: RowKind) -> PoolCall:
         scales = _HEAD + num_weights
         starts = scales + num_weights
         pairs = starts + num_weights + 1
-        blocks = job[outputs_at] // BLOCK_ROWS
+        outputs = job[outputs_at]
+        step = min(_TASK_BYTES // row_bytes, num_weights * outputs // _TASKS)
+        step = max(step // BLOCK_ROWS, 1) * BLOCK_ROWS
+        blocks = -(-outputs // step)
         task = next_task(job)
         while task < num_weights * blocks:
             which = task // blocks
-            first = (task % blocks) * BLOCK_ROWS
+            first = (task % blocks) * step
             r = job[starts + which]
             end = job[starts + which + 1]
             while r < end:  # the weight's block stays in the CPU cache between passes
-                for row in range(first, first + BLOCK_ROWS):
+                for row in range(first, min(first + step, outputs)):
                     weight = job[_HEAD + which] + row * row_bytes
                     scale = job[scales + which] + row // scale_rows * scale_bytes
                     if r + most <= end:

@@ -2,7 +2,8 @@
 
 Each output is one dot product, accumulated in float32 by fused multiply-adds over interleaved partial sums that are
 added pairwise. That order depends only on the kind of weight and its width. It does not depend on the CPU, the number
-of threads, or the rows and weights computed together, so a row's result is bit-identical in any batch.
+of threads, or the rows and weights computed together, so a row's result is bit-identical in any batch. Paired kinds
+(`moetool.kernels.cpu.blocks.paired`) have an order of their own.
 """
 
 from typing import Any, NamedTuple
@@ -100,7 +101,7 @@ def dot_of(kind: RowKind, count: int) -> Any:
                 for line in range(0, kind.block_bytes, VECTOR_BYTES):
                     ahead = builder.add(builder.add(weight, field("ahead")), vectors.number(line))
                     vectors.prefetch(builder.add(ahead, offset))
-                x_offset = vectors.times(vector, 4 * row_order(kind).floats)
+                x_offset = vectors.times(vector, row_order(kind).num_bytes)
                 block = row_block(vectors, kind, builder.add(weight, offset))
                 for group in block.groups:
                     for row_x, chains in zip(rows, sums, strict=True):
@@ -118,6 +119,10 @@ def dot_of(kind: RowKind, count: int) -> Any:
             """Add the products of a group with a row: each to the next chain, or their scaled sum to one chain."""
             total = vectors.all(vectors.float32, 0.0)
             for number, plane in enumerate(group.planes):
+                if kind.paired:
+                    pairs = vectors.load(builder.add(x, vectors.number(VECTOR_BYTES * number)), vectors.words)
+                    total = vectors.pair_products(plane, pairs, total)
+                    continue
                 value = vectors.load(builder.add(x, vectors.number(4 * LANES * number)), vectors.floats)
                 if group.scale is not None:
                     total = vectors.multiply_add(plane, value, total)

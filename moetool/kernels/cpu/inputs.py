@@ -16,7 +16,8 @@ def ordered_rows(x_TI: torch.Tensor, kind: RowKind) -> torch.Tensor:
     """Rows on the CPU as the kernel of a kind of weight reads them.
 
     Returns:
-        float32 [T, V, *]: the inputs of each of V blocks of a row of the weight.
+        float32 [T, V, *]: the inputs of each of V blocks of a row of the weight; for paired kinds some are pairs of
+            bfloat16.
     """
     num_rows, num_inputs = x_TI.shape
     num_blocks = -(-num_inputs // kind.numbers)
@@ -25,7 +26,7 @@ def ordered_rows(x_TI: torch.Tensor, kind: RowKind) -> torch.Tensor:
     narrow = x_TI.dtype == torch.bfloat16
     x_TI = (x_TI if narrow else x_TI.to(torch.float32)).contiguous()
     arrange = ordering(kind, narrow)
-    ordered = torch.empty(num_rows, num_blocks, row_order(kind).floats)
+    ordered = torch.empty(num_rows, num_blocks, row_order(kind).num_bytes // 4)
     arrange(x_TI.data_ptr(), ordered.data_ptr(), num_rows * num_blocks)
     return ordered
 
@@ -42,24 +43,31 @@ def ordering(kind: RowKind, narrow: bool) -> Callable[[int, int, int], None]:
     import numba
     from numba import types
 
+    from moetool.kernels.cpu.memory import floats, shorts
+
     order = row_order(kind)
-    indices, size, summed = np.array(order.indices), order.floats, order.summed
+    indices, size, summed, paired = np.array(order.indices), order.num_bytes // 4, order.summed, order.narrow
     parts, factors = (np.array([lane[of] for lane in order.lanes] or [0]) for of in (0, 1))
     numbers, lanes = len(order.indices), len(order.lanes)
+    sums = size - lanes
     number = _bfloat16_at() if narrow else numba.njit(lambda x, index: x[index])
     rows = types.CPointer(types.uint16 if narrow else types.float32)
 
-    @numba.cfunc(types.void(rows, types.CPointer(types.float32), types.int64), nopython=True)
-    def arrange(x: Any, ordered: Any, blocks: Any) -> None:
+    @numba.cfunc(types.void(rows, types.int64, types.int64), nopython=True)
+    def arrange(x: Any, address: Any, blocks: Any) -> None:
+        ordered, pairs = floats(address), shorts(address)
         for block in range(blocks):
             first, target = block * numbers, block * size
             for n in range(numbers):
-                ordered[target + n] = number(x, first + indices[n])
+                if paired:
+                    pairs[2 * target + n] = x[first + indices[n]]
+                else:
+                    ordered[target + n] = number(x, first + indices[n])
             for lane in range(lanes):
                 total, start = 0.0, first + parts[lane] * summed
                 for n in range(start, start + summed):
                     total += np.float64(number(x, n))
-                ordered[target + numbers + lane] = total * factors[lane]
+                ordered[target + sums + lane] = total * factors[lane]
 
     call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(arrange.address)
     call.work = arrange  # type: ignore[attr-defined]  # keeps the machine code

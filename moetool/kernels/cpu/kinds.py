@@ -23,6 +23,7 @@ class RowKind:
         factor: factor on float32 scales, because of how the kernel reads numbers.
         ggml: ggml type of the blocks; None for other formats.
         divides: whether a row's scale divides the others.
+        paired: whether x is in bfloat16, and pairs of numbers are multiplied at once (`avx512_bf16`).
     """
 
     name: str
@@ -37,6 +38,7 @@ class RowKind:
     factor: float = 1.0
     ggml: int | None = None
     divides: bool = False
+    paired: bool = False
 
     @property
     def words(self) -> int:

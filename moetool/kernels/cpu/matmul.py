@@ -22,7 +22,8 @@ from moetool.kernels.cpu.inputs import ordered_rows
 from moetool.kernels.cpu.kinds import BFLOAT16, RowKind
 from moetool.kernels.cpu.scaled_weight import ScaledWeight, StackedWeight, kernel_of
 from moetool.kernels.cpu.threads import PoolCall
-from moetool.kernels.cpu.tiles import TILE_INPUTS, Rows, cpu_has_pairs, cpu_has_tiles, find_tiles, tile_products
+from moetool.kernels.cpu.tiles import TILE_INPUTS, Rows, cpu_has_tiles, find_tiles, tile_products
+from moetool.kernels.cpu.vectors import cpu_has_pairs
 
 MAX_ROWS = 2
 """Most rows for which the bfloat16 kernel is faster than tiles or torch (`tests/bench/test_row_products.py`).
@@ -148,7 +149,8 @@ def scattered_products(x_TI: torch.Tensor, jobs: Sequence[RowsOf], num_targets: 
         tile_products(multiply, x_TI, by_tiles, shape, output_RO)
         rows = [each for each in rows if len(each.sources) <= _few(first)]
     if rows:
-        _multiply_few(first.kind if isinstance(first, ScaledWeight) else BFLOAT16, x_TI, rows, shape, output_RO)
+        kind, shape = first.multiplied(x_TI.dtype) if isinstance(first, ScaledWeight) else (BFLOAT16, shape)
+        _multiply_few(kind, x_TI, rows, shape, output_RO)
     return output_RO.to(x_TI.dtype)
 
 
@@ -165,10 +167,10 @@ class RowWeight(NamedTuple):
     scale: int
 
 
-def row_weight(weight: Any) -> RowWeight | None:
-    """Describe a weight [O, I] of any size to the kernel for few rows; None if there is no kernel."""
+def row_weight(weight: Any, dtype: torch.dtype = torch.bfloat16) -> RowWeight | None:
+    """Describe a weight [O, I] of any size to the kernel for few rows of a type; None if there is no kernel."""
     if isinstance(weight, ScaledWeight):
-        return RowWeight(weight.kind, weight.row_shape, *_addresses(weight))
+        return RowWeight(*weight.multiplied(dtype), *_addresses(weight))
     if not isinstance(weight, torch.Tensor) or not _suits(weight) or find_kernel() is None:
         return None
     return RowWeight(BFLOAT16, _row_shape(*weight.shape), *_addresses(weight))

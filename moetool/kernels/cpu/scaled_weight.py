@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from moetool.kernels.cpu import many_rows
-from moetool.kernels.cpu.blocks import row_order
+from moetool.kernels.cpu.blocks import paired, row_order
 from moetool.kernels.cpu.compiled import BLOCK_ROWS, RowKernel, find_kernel
 from moetool.kernels.cpu.dots import SCALE_BYTES, RowJob, RowShape
 from moetool.kernels.cpu.kinds import FP8, INT8, RowKind
@@ -55,6 +55,11 @@ class ScaledWeight(NamedTuple):
         """The sizes that its kernel is called with."""
         outputs, row_bytes = self.values.shape
         return _row_shape(self.kind, outputs, self.columns, self.group, self.scale_rows, row_bytes)
+
+    def multiplied(self, dtype: torch.dtype) -> tuple[RowKind, RowShape]:
+        """The kind and the sizes by which a kernel multiplies it with few rows of this type."""
+        kind = paired(self.kind) if dtype == torch.bfloat16 else self.kind
+        return kind, self._replace(kind=kind).row_shape
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight, rounded to bfloat16."""
@@ -127,7 +132,7 @@ def _row_shape(kind: RowKind, outputs: int, columns: int, group: int, scale_rows
         groups = vectors if kind.scales_a_block else -(-columns // group)
     return RowShape(
         outputs=outputs,
-        x_bytes=4 * vectors * row_order(kind).floats,
+        x_bytes=vectors * row_order(kind).num_bytes,
         row_bytes=row_bytes,
         groups=groups,
         vectors=vectors // groups,
@@ -157,7 +162,7 @@ def kernel_of(kind: RowKind) -> RowKernel:
 
 def multiplies(kind: RowKind, columns: int, group: int) -> bool:
     """Whether the kernel supports rows of this length with this number of values per scale."""
-    if find_kernel(kind) is None:
+    if find_kernel(paired(kind)) is None:
         return False
     if kind.ggml is not None:
         return columns % kind.numbers == 0

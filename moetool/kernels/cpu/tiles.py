@@ -12,7 +12,6 @@ batch, and differs from torch's only in rounding.
 
 import ctypes
 import functools
-import platform
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from moetool.kernels.cpu.dots import SCALE_BYTES, RowShape, unpacking_of
 from moetool.kernels.cpu.kinds import BFLOAT16, VECTOR_BYTES, RowKind
 from moetool.kernels.cpu.numbers import run_length
 from moetool.kernels.cpu.threads import PoolCall, next_task_of, on_pool
-from moetool.kernels.cpu.vectors import LANES, Vectors
+from moetool.kernels.cpu.vectors import LANES, Vectors, cpu_has_pairs, has_features
 
 BLOCK_ROWS = 32
 """Rows of a weight per task of a thread: two tiles."""
@@ -150,29 +149,9 @@ def find_tiles(kind: RowKind = BFLOAT16) -> PoolCall | None:
 @functools.cache
 def cpu_has_tiles() -> bool:
     """Whether this process may use AMX for bfloat16; asks the system for permission."""
-    if sys.platform != "linux" or not _has("amx-tile", "amx-bf16") or not cpu_has_pairs():
+    if sys.platform != "linux" or not has_features("amx-tile", "amx-bf16") or not cpu_has_pairs():
         return False
     return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
-
-
-@functools.cache
-def cpu_has_pairs() -> bool:
-    """Whether this CPU multiplies pairs of bfloat16 by `avx512_bf16`."""
-    return _has("avx512f", "avx512bf16")
-
-
-def _has(*names: str) -> bool:
-    if platform.machine() != "x86_64":
-        return False
-    try:
-        import llvmlite.binding
-        import numba
-    except ImportError:
-        return False
-    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:  # LLVM ends a process that compiles for a CPU without them
-        return False
-    features = llvmlite.binding.get_host_cpu_features()
-    return all(features.get(name) for name in names)
 
 
 def _require_sound(kind: RowKind, multiply: PoolCall) -> None:

@@ -2,6 +2,8 @@
 
 import functools
 import math
+import platform
+import struct
 from typing import Any
 
 LANES = 16  # float32 in a vector of AVX-512; two of AVX2
@@ -90,6 +92,13 @@ class Vectors:
         pairs = self.of(_bfloat16(), 2 * LANES)
         function = self.function("llvm.x86.avx512bf16.dpbf16ps.512", self.floats, self.floats, pairs, pairs)
         return self.builder.call(function, [c, *(self.builder.bitcast(each, pairs) for each in (a, b))])
+
+    def paired(self, words: Any) -> Any:
+        """Nibbles 0 of int16 words as bfloat16, in int32; bits 4 of the words and above are ignored."""
+        shorts = self.of(self.int16, 2 * LANES)
+        table = [0 if n == 0 else struct.unpack("<I", struct.pack("<f", n))[0] >> 16 for n in range(LANES)] * 2
+        look_up = self.function("llvm.x86.avx512.permvar.hi.512", shorts, shorts, shorts)
+        return self.builder.call(look_up, [self.ir.Constant(shorts, table), words])
 
     def exponential(self, x: Any) -> Any:
         """exp(x) for vectors of numbers that are at most 0, within about 2 ulp; exp(-87) below -87."""
@@ -208,6 +217,27 @@ def has_avx512() -> bool:
     import llvmlite.binding
 
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+
+
+@functools.cache
+def cpu_has_pairs() -> bool:
+    """Whether this process may multiply pairs of bfloat16 by `avx512_bf16`."""
+    return has_features("avx512f", "avx512bf16")
+
+
+def has_features(*names: str) -> bool:
+    """Whether LLVM compiles for features of this x86 CPU."""
+    if platform.machine() != "x86_64":
+        return False
+    try:
+        import llvmlite.binding
+        import numba
+    except ImportError:
+        return False
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:  # LLVM ends a process that compiles for a CPU without them
+        return False
+    features = llvmlite.binding.get_host_cpu_features()
+    return all(features.get(name) for name in names)
 
 
 def pairwise_sum(builder: Any, vectors: list[Any]) -> Any:

@@ -318,7 +318,7 @@ class _Lowering:
         weight, output = operation.values["weight"], operation.output
         x = self._contiguous(x)
         rows = int(np.prod(x.shape[:-1]))
-        known = row_weight(getattr(weight, "stored_weight", weight))
+        known = row_weight(getattr(weight, "stored_weight", weight), x.dtype)
         if known is not None and x.shape[-1] % known.kind.numbers == 0 and x.dtype in (torch.bfloat16, torch.float32):
             if bias is None or not isinstance(weight, torch.Tensor) or takes(weight):  # as `RowLinear` rounds
                 self._product(x, known, rows, self._address(output), output.dtype)
@@ -364,7 +364,7 @@ class _Lowering:
         key = (*key, weight.kind, dtype)
         if self._ordered is not None and self._ordered[0] == key:
             return self._ordered[1]
-        blocks = rows * weight.shape.x_bytes // (4 * _block_floats(weight))
+        blocks = rows * weight.shape.x_bytes // row_order(weight.kind).num_bytes
         memory = self._reserved("ordered", torch.float32, rows * weight.shape.x_bytes // 4)
         function = ordering(weight.kind, dtype == torch.bfloat16).work  # type: ignore[attr-defined]
         self._program.kept.append(function)
@@ -537,7 +537,7 @@ class _Lowering:
             self._program.add(functions.gate_clamped.address, job)
         function = ordering(down.kind, True).work  # type: ignore[attr-defined]
         self._program.kept.append(function)
-        blocks = most * down.shape.x_bytes // (4 * _block_floats(down))
+        blocks = most * down.shape.x_bytes // row_order(down.kind).num_bytes
         job = [0, function.address, gated.data_ptr(), inner_ordered.data_ptr(), blocks]
         self._program.add(functions.order.address, job)
         down_job = [*self._head(down, inner_ordered.data_ptr(), products.data_ptr(), torch.bfloat16), *lists]
@@ -666,10 +666,6 @@ def _padded(size: int) -> int:
 
 def _mapped(value: Any, view: Callable[[Operand], torch.Tensor]) -> Any:
     return tree_map_only(Operand, view, value)
-
-
-def _block_floats(weight: RowWeight) -> int:
-    return row_order(weight.kind).floats
 
 
 def _is_large(weight: RowWeight) -> bool:
