@@ -1,6 +1,6 @@
 """Simulated clock of a replay: the time of a run of `moetool.caching.residency` on the machine of a `CostProfile`.
 
-One stream computes, and each memory tier moves experts on its own stream. Time is integer nanoseconds. Programs run as
+One stream computes, and another moves experts from their memory tier. Time is integer nanoseconds. Programs run as
 in `moetool.runtime.experts.store`: loads are asynchronous, and the compute stream waits for an expert just before
 computing it. A running transfer is never interrupted. On-demand loads precede all prefetches that have not begun, and a
 transfer that the compute stream waits for precedes all others that have not begun. A prefetch that has not begun when
@@ -13,7 +13,7 @@ resident experts costs that layer's time.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moetool.base.types import ForwardInfo, GateEvent, Phase
@@ -49,11 +49,10 @@ class MeteredPredictor:
 class _Job:
     """One load of an expert into a slot. `done` is the time of its end, or `_QUEUED` before it begins."""
 
-    __slots__ = ("done", "dropped", "earliest", "key", "ns", "num_bytes", "prefetch", "stream")
+    __slots__ = ("done", "dropped", "earliest", "key", "ns", "num_bytes", "prefetch")
 
-    def __init__(self, key: int, stream: "_Stream", ns: int, num_bytes: int, prefetch: bool, earliest: int) -> None:
+    def __init__(self, key: int, ns: int, num_bytes: int, prefetch: bool, earliest: int) -> None:
         self.key = key
-        self.stream = stream
         self.ns = ns
         self.num_bytes = num_bytes
         self.prefetch = prefetch
@@ -63,7 +62,7 @@ class _Job:
 
 
 class _Stream:
-    """The transfers of one tier, one at a time: on-demand loads first, each kind first come, first served.
+    """The transfers, one at a time: on-demand loads first, each kind first come, first served.
 
     Until `host_until` the host computes, and transfers have this share of their rate.
     """
@@ -121,14 +120,16 @@ def _stretched(ns: int, shared_ns: int, share: float) -> int:
 class _Tally:
     """Running sums of one phase, in nanoseconds, and counters."""
 
-    __slots__ = ("compute", "dropped", "elapsed", "host", "host_wait", "io", "late", "prediction", "promoted", "stall")
+    __slots__ = (
+        *("compute", "dropped", "elapsed", "host", "host_wait", "io", "late", "prediction", "promoted", "read_bytes"),
+        "stall",
+    )
 
     def __init__(self) -> None:
         self.elapsed = self.compute = self.prediction = self.stall = self.host = self.host_wait = 0
-        self.late = self.promoted = self.dropped = 0
-        self.io: dict[str, tuple[int, int]] = {}  # nanoseconds and bytes by tier
+        self.late = self.promoted = self.dropped = self.io = self.read_bytes = 0
 
-    def spent(self) -> Spent:
+    def spent(self, tier: str) -> Spent:
         return Spent(
             seconds=self.elapsed / 1e9,
             compute_s=self.compute / 1e9,
@@ -136,8 +137,8 @@ class _Tally:
             stall_s=self.stall / 1e9,
             host_s=self.host / 1e9,
             host_wait_s=self.host_wait / 1e9,
-            io_s={tier: ns / 1e9 for tier, (ns, _) in self.io.items()},
-            read_bytes=sum(num_bytes for _, num_bytes in self.io.values()),
+            io_s={tier: self.io / 1e9},
+            read_bytes=self.read_bytes,
             late=self.late,
             promoted=self.promoted,
             dropped=self.dropped,
@@ -157,7 +158,6 @@ class Timeline:
             stream waits for each before the first expert of the event that uses it. What is predicted before the first
             MoE layer is used at once.
         policy: whose own searches and partial forwards take time like predictions (default: they are free).
-        tier_of: tier of an expert by key (default: that of the prices' options).
     """
 
     in_waves = False
@@ -169,7 +169,6 @@ class Timeline:
         predictor: MeteredPredictor | None = None,
         prediction_lag: int | None = None,
         policy: Policy | None = None,
-        tier_of: Callable[[int], str] | None = None,
     ) -> None:
         self.now = 0
         self._prices = prices
@@ -183,16 +182,15 @@ class Timeline:
         self._answer = 0
         self._expert_ns: Mapping[int, int] = {}
         self._computed = self._hosted = 0
-        self._tier_of = tier_of
         self._stride = prices.spec.num_experts
-        self._streams: dict[str, _Stream] = {}
-        self._default = self._stream(prices.options.tier) if tier_of is None else None
+        self._tier = prices.options.tier
+        self._stream = _Stream(prices.link_share)
         self._jobs: dict[int, _Job] = {}  # by slot
         self._ahead: list[_Job] = []  # prefetches that the next experts wait for
         self._tallies = {Phase.PREFILL: _Tally(), Phase.DECODE: _Tally()}
         self._tally = self._tallies[Phase.DECODE]
         self._began = 0
-        self._seen: dict[str, tuple[int, int]] = {}  # busy nanoseconds and bytes by tier, at the last forward's end
+        self._seen = 0, 0  # busy nanoseconds and bytes of the stream, at the last forward's end
         self._prompt_began: dict[int, int] = {}
         self._prompt_ns: dict[int, int] = {}
         self._decodes: list[int] = []
@@ -249,13 +247,11 @@ class Timeline:
             self.now += total
             return
         began = max(self._hosted, self.now)
-        loading = max((stream.queued_until(began) for stream in self._streams.values()), default=0) - began
-        loading = round(loading / self._prices.link_share)  # while the host computes too
+        loading = round((self._stream.queued_until(began) - began) / self._prices.link_share)  # while the host computes
         total = _stretched(total, loading, self._prices.host_share)
         self._hosted = began + total
         self._tally.host += total
-        for stream in self._streams.values():
-            stream.host_until = self._hosted
+        self._stream.host_until = self._hosted
 
     def compute(self, wave: Sequence[Step]) -> None:
         if self._answer:
@@ -278,12 +274,10 @@ class Timeline:
         tally.elapsed += elapsed
         for request in dict.fromkeys(info.request_T):
             self._requests.setdefault(request, [0, 0])[not info.prefill] += elapsed
-        for tier, stream in self._streams.items():
-            busy, read_bytes = stream.busy_until(self.now), stream.read_bytes
-            seen_busy, seen_bytes = self._seen.get(tier, (0, 0))
-            before = tally.io.get(tier, (0, 0))
-            tally.io[tier] = before[0] + busy - seen_busy, before[1] + read_bytes - seen_bytes
-            self._seen[tier] = busy, read_bytes
+        busy, read_bytes = self._stream.busy_until(self.now), self._stream.read_bytes
+        tally.io += busy - self._seen[0]
+        tally.read_bytes += read_bytes - self._seen[1]
+        self._seen = busy, read_bytes
         if not info.prefill:
             self._decodes.append(elapsed)
             return
@@ -299,8 +293,8 @@ class Timeline:
         tpot_p50, tpot_p95 = percentiles(decodes)
         ttft_p50, ttft_p95 = percentiles(prompts)
         return Timing(
-            prefill=self._tallies[Phase.PREFILL].spent(),
-            decode=self._tallies[Phase.DECODE].spent(),
+            prefill=self._tallies[Phase.PREFILL].spent(self._tier),
+            decode=self._tallies[Phase.DECODE].spent(self._tier),
             decode_forwards=len(decodes),
             ttft_p50_s=ttft_p50,
             ttft_p95_s=ttft_p95,
@@ -342,11 +336,9 @@ class Timeline:
 
     def _load(self, key: int, slot: int, prefetch: bool) -> None:
         """Queue a transfer; drop an earlier one to the same slot that has not begun."""
-        tier = self._prices.options.tier if self._tier_of is None else self._tier_of(key)
-        stream = self._default or self._stream(tier)
-        earliest, before = self.now, self._jobs.get(slot)
+        stream, earliest, before = self._stream, self.now, self._jobs.get(slot)
         if before is not None:
-            before.stream.advance(earliest)
+            stream.advance(earliest)
             if before.done == _QUEUED:
                 before.dropped = True
                 self._tally.dropped += 1
@@ -354,8 +346,8 @@ class Timeline:
             else:
                 earliest = max(earliest, before.done)  # it may still be writing
         layer = key // self._stride
-        ns, num_bytes = self._prices.load_ns(tier, layer), self._prices.spec.expert_bytes_L[layer]
-        job = self._jobs[slot] = _Job(key, stream, ns, num_bytes, prefetch, earliest)
+        ns, num_bytes = self._prices.load_ns(self._tier, layer), self._prices.spec.expert_bytes_L[layer]
+        job = self._jobs[slot] = _Job(key, ns, num_bytes, prefetch, earliest)
         stream.advance(self.now)
         (stream.prefetches if prefetch else stream.demand).append(job)
         if prefetch and self._prices.options.synchronous:
@@ -363,7 +355,7 @@ class Timeline:
 
     def _wait(self, job: _Job) -> None:
         """Let the compute stream wait for a job, which precedes all others that have not begun."""
-        stream, tally = job.stream, self._tally
+        stream, tally = self._stream, self._tally
         if job.done == _QUEUED:
             stream.advance(self.now)
         queued = job.done == _QUEUED
@@ -375,8 +367,3 @@ class Timeline:
         if job.done > self.now:
             tally.stall += job.done - self.now
             self.now = job.done
-
-    def _stream(self, tier: str) -> _Stream:
-        if tier not in self._streams:
-            self._streams[tier] = _Stream(self._prices.link_share)
-        return self._streams[tier]

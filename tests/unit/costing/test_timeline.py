@@ -289,32 +289,6 @@ def test_the_host_computes_beside_a_gpu_and_instead_of_a_cpu() -> None:
         assert round(total.host_wait_s * 1e9) == elapsed - 11
 
 
-def test_each_tier_has_a_stream_of_its_own() -> None:
-    profile = make_profile(SPEC, loads={"disk": flat(10), "pinned": flat(4)})
-    made = Timeline(Prices(profile, SPEC, TimelineOptions()), tier_of=lambda key: "pinned" if key % 2 else "disk")
-    total = run([load(0, 0), load(1, 1), load(3, 3), use(1, 1), use(3, 3), use(0, 0)], line=made).timing().total
-    # pinned 1 ..4, 3 ..8; disk ..10; compute 4..7, 8..11, 11..14
-    assert round(total.seconds * 1e9) == 14
-    assert {tier: round(s * 1e9) for tier, s in total.io_s.items()} == {"disk": 10, "pinned": 8}
-    assert round(total.overlap_bound_s * 1e9) == 10
-    assert round(total.serial_bound_s * 1e9) == 27
-    # the slot of a read that still runs gets its copy after it
-    made = run(
-        [load(1, 1), use(1, 1)],
-        first=[ahead(4, 1)],
-        profile=profile,
-        line=Timeline(
-            Prices(
-                make_profile(SPEC, compute(gate=5), loads={"disk": flat(10), "pinned": flat(4)}),
-                SPEC,
-                TimelineOptions(),
-            ),
-            tier_of=lambda key: "pinned" if key % 2 else "disk",
-        ),
-    )
-    assert round(made.timing().total.seconds * 1e9) == 10 + 4 + 3
-
-
 def test_a_read_for_a_gpu_is_copied_too() -> None:
     profile = make_profile(SPEC, compute(device="cuda"), loads={"disk": flat(10), "pinned": flat(4)})
     prices = Prices(profile, SPEC, TimelineOptions(device="cuda"))
