@@ -46,8 +46,8 @@ class CachePlan(Artefact):
         requests_held_out: the other requests, behind `evidence`.
         uses_LE: tokens of `requests_used` that chose each expert, layer by layer; empty: unknown.
         evidence: rows of a replay (`moetool.tuning.replay.ReplayRow.to_json`) of every candidate and of the bound.
-        frontier: memory against latency: the best untuned policy for several budgets, this one included. It is chosen
-            on `requests_used`, with seconds and bytes per decode token there and on `requests_held_out`
+        frontier: memory against latency: the best policy in one pool for several budgets, this one included. It is
+            chosen on `requests_used`, with seconds and bytes per decode token there and on `requests_held_out`
             (`moetool.tuning.frontier.Point.to_json`).
         target_tpot_s: target time per output token, if the memory was chosen for one.
         reason: reason for the policy.

@@ -21,7 +21,7 @@ from moetool.trace.expert_counts import count_experts
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, frontier, least_budget
-from moetool.tuning.pool_choice import divide, untuned_setup
+from moetool.tuning.pool_choice import PoolChoice, divide
 from moetool.tuning.replay import DEFAULT_MACHINE, ReplayRow, ReplaySetup, ignore_progress
 
 _BOUND = "belady"
@@ -193,12 +193,12 @@ def plan_cache(
             saved = f"{predictor.predictor_bytes:,} bytes"
             left_out["the predictor"] = f"which saves less than its {saved} do as expert slots"
     candidates.winners([*budgets, budget])  # reads the trace once for all of them
-    plain = untuned_setup(candidates, budget)
-    chosen = divide(candidates, budget, plain, search.pool)
+    in_one_pool = PoolChoice(row=candidates.winners([budget])[budget])
+    chosen = divide(candidates, budget, in_one_pool, search.pool)
     (evidence,) = candidates.rows([budget], held_out, _BOUND)
-    untuned = next(row for row in evidence if row.policy == plain.row.policy)
-    points = frontier(candidates, budgets, budget, untuned) if search.frontier else []
-    if chosen is not plain:
+    winner = next(row for row in evidence if row.policy == in_one_pool.row.policy)
+    points = frontier(candidates, budgets, budget, winner) if search.frontier else []
+    if chosen is not in_one_pool:
         shown = chosen.replay(candidates, held_out)
         evidence = [shown if row.policy == shown.policy else row for row in evidence]
     candidates.progress.end()
@@ -212,10 +212,10 @@ def plan_cache(
     return CachePlan(
         spec=spec,
         policy=choice.policy,
-        options=chosen.options,
+        options=dict(candidates.options.get(choice.policy, {})),
         slots=choice.slots,
         layer_slots=chosen.layer_slots,
-        prefetch_distance=chosen.distance,
+        prefetch_distance=candidates.distance(choice.policy),
         device_memory_bytes=budget,
         dense_bytes=room.dense_bytes,
         kv_bytes=room.kv_bytes,

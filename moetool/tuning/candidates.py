@@ -33,16 +33,14 @@ def servable(trace: Trace, predictor: Any) -> list[str]:
         if kind.lossless
         and not kind.needs_future
         and kind.needs <= trace.columns
-        and sees_far_enough(name, trace)
+        and ("ahead" not in kind.needs or trace.ahead >= min(_distance(name, {}), trace.spec.num_layers - 1))
         and (predictor is not None or not kind.needs_predictor)
     ]
 
 
-def sees_far_enough(policy: str, trace: Trace, options: Mapping[str, Any] | None = None) -> bool:
-    """Whether the trace has later gates as many layers ahead as a policy needs."""
-    kind = policy_class(policy)
-    distance = getattr(parse_options(policy, options or {}), "distance", kind.prefetch_distance)
-    return "ahead" not in kind.needs or trace.ahead >= min(distance, trace.spec.num_layers - 1)
+def _distance(policy: str, options: Mapping[str, Any]) -> int:
+    """Return the prefetch distance of a policy in layers."""
+    return int(getattr(parse_options(policy, options), "distance", policy_class(policy).prefetch_distance))
 
 
 def too_large(
@@ -175,6 +173,10 @@ class Candidates:
     def predicts(self, name: str) -> bool:
         """Whether a policy prefetches by a predictor."""
         return policy_class(name).uses() or bool(policy_class(name).prefetch_distance)
+
+    def distance(self, name: str) -> int:
+        """Return the prefetch distance of a policy in layers."""
+        return _distance(name, self.options.get(name, {}))
 
     def slots_used(self, name: str, num_slots: int) -> int:
         """Return the slots that a policy uses of those that fit."""

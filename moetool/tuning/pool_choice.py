@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from moetool.caching.layer_slots import POOL_FORMS, SHARES, equal_slots, require_pool_form
-from moetool.caching.policy import parse_options, policy_class, slots_within
+from moetool.caching.policy import slots_within
 from moetool.tuning.candidates import Candidates, best
 from moetool.tuning.replay import ReplayRow
 
@@ -13,41 +12,26 @@ FORMS = ("auto", *POOL_FORMS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicySetup:
-    """A policy with its serving options, and its replay on the choosing requests.
+class PoolChoice:
+    """A candidate and the form of its pool.
 
     Attributes:
-        options: values for its `Options`.
         layer_slots: guaranteed slots of each layer; empty: one pool for all layers.
-        row: row of the replay.
+        row: its replay on the choosing requests.
     """
 
-    options: dict[str, Any]
     layer_slots: tuple[int, ...] = ()
     row: ReplayRow
 
-    @property
-    def distance(self) -> int:
-        """Return the prefetch distance in layers."""
-        kind = policy_class(self.row.policy)
-        return int(getattr(parse_options(self.row.policy, self.options), "distance", kind.prefetch_distance))
-
     def replay(self, candidates: Candidates, requests: frozenset[int]) -> ReplayRow:
-        """Replay the setup on these requests."""
+        """Replay it on these requests."""
         name, budget_bytes = self.row.policy, self.row.budget_bytes
-        asked = {"options": {name: self.options}, "layer_slots": self.layer_slots}
-        (row,) = candidates.replay([name], [budget_bytes], requests, **asked)
+        (row,) = candidates.replay([name], [budget_bytes], requests, layer_slots=self.layer_slots)
         return row
 
 
-def untuned_setup(candidates: Candidates, budget_bytes: int) -> PolicySetup:
-    """Return the best candidate for a budget, with its given options."""
-    row = candidates.winners([budget_bytes])[budget_bytes]
-    return PolicySetup(options=dict(candidates.options.get(row.policy, {})), row=row)
-
-
-def divide(candidates: Candidates, budget_bytes: int, base: PolicySetup, pool: str = "auto") -> PolicySetup:
-    """Return the best form of the pool with its best candidate; `base` (of `untuned_setup`) if none is better.
+def divide(candidates: Candidates, budget_bytes: int, base: PoolChoice, pool: str = "auto") -> PoolChoice:
+    """Return the best form of the pool with its best candidate; `base`, the best one in one pool, if none is better.
 
     Predicting candidates keep one pool, unless they are the best in it. With fewer than two slots per layer, only one
     pool is tried.
@@ -67,7 +51,7 @@ def divide(candidates: Candidates, budget_bytes: int, base: PolicySetup, pool: s
     return _best([base, *divided] if pool in ("auto", "one") or not divided else divided)
 
 
-def _by_layer(candidates: Candidates, names: Sequence[str], budget_bytes: int, pool: str) -> list[PolicySetup]:
+def _by_layer(candidates: Candidates, names: Sequence[str], budget_bytes: int, pool: str) -> list[PoolChoice]:
     """Return these candidates with slots for each layer, if there are enough for all layers."""
     spec, made = candidates.spec, []
     rooms: dict[int, list[str]] = {}
@@ -80,13 +64,12 @@ def _by_layer(candidates: Candidates, names: Sequence[str], budget_bytes: int, p
         forms = [equal_slots(spec, slots, share) for name, share in SHARES.items() if pool in ("auto", name)]
         for form in dict.fromkeys(forms):
             fits = [name for name in held if candidates.slots_used(name, slots) >= sum(form)]
-            for row in candidates.replay(fits, [room], candidates.used, layer_slots=form) if fits else ():
-                options = dict(candidates.options.get(row.policy, {}))
-                made.append(PolicySetup(options=options, layer_slots=form, row=row))
+            rows = candidates.replay(fits, [room], candidates.used, layer_slots=form) if fits else []
+            made += [PoolChoice(layer_slots=form, row=row) for row in rows]
     return made
 
 
-def _best(setups: Sequence[PolicySetup]) -> PolicySetup:
-    """Return the best setup, of equal ones the first."""
-    row = best([setup.row for setup in setups])
-    return next(setup for setup in setups if setup.row is row)
+def _best(choices: Sequence[PoolChoice]) -> PoolChoice:
+    """Return the best choice, of equal ones the first."""
+    row = best([choice.row for choice in choices])
+    return next(choice for choice in choices if choice.row is row)

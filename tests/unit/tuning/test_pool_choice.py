@@ -8,7 +8,7 @@ from moetool.base.errors import UsageError
 from moetool.caching.layer_slots import SHARES, equal_slots
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import Candidates, best
-from moetool.tuning.pool_choice import divide, untuned_setup
+from moetool.tuning.pool_choice import PoolChoice, divide
 from moetool.tuning.replay import ReplaySetup, replay
 from tests.refusals import refused
 from tests.synthetic import make_spec, write_trace
@@ -27,7 +27,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 def test_the_best_of_the_allowed_forms_is_chosen(trace: Trace, pool: str) -> None:
     names = ["lru", "lfu"]
     field = Candidates(trace, USED, frozenset({1, 3, 5}), names=names)
-    chosen = divide(field, BUDGET, untuned_setup(field, BUDGET), pool)
+    chosen = divide(field, BUDGET, PoolChoice(row=field.winners([BUDGET])[BUDGET]), pool)
     forms = {"one": ["one"], "auto": ["one", *SHARES]}.get(pool, [pool])
     tried = {
         form: replay(trace, names, [BUDGET], ReplaySetup(requests=USED, pool=form, pool_unit="slots")) for form in forms
@@ -42,4 +42,4 @@ def test_the_best_of_the_allowed_forms_is_chosen(trace: Trace, pool: str) -> Non
 def test_an_unknown_form_is_refused(trace: Trace) -> None:
     field = Candidates(trace, USED, frozenset({1, 3, 5}), names=["lru"])
     with refused(UsageError, "layered", "layer"):
-        divide(field, BUDGET, untuned_setup(field, BUDGET), "layered")
+        divide(field, BUDGET, PoolChoice(row=field.winners([BUDGET])[BUDGET]), "layered")
