@@ -1,6 +1,7 @@
 """The commands for one device: `moetool plan cache`, `maps` and `alpha`."""
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -255,8 +256,9 @@ def plan_alpha(
     for line in tables.aligned(setup.choices):
         note(line)
     texts = [f"{prompt.text} {prompt.answer or ''}" for prompt in prompt_sets.load(listed(data))]
+    show = partial(print_points, setup.budget.slots, checkpoint.spec.total_experts)
     with tables.progress("passes", options.rounds * len({0.0, *options.alphas})) as passed:
-        plan, points = run(
+        plan = run(
             checkpoint,
             texts,
             setup.budget,
@@ -264,12 +266,12 @@ def plan_alpha(
             serve=setup.options,
             options=options,
             on_pass=passed,
+            on_points=(lambda points: None) if as_json else show,
         )
     plan.save(out)
     if as_json:
         tables.print_json(plan.to_json())
         return
-    print_points(plan, points)
     tables.print_paragraph(f"{out}: {plan.reason}")
 
 

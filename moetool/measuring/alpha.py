@@ -90,8 +90,11 @@ def plan_alpha(
     serve: ServeOptions | None = None,
     options: AlphaOptions | None = None,
     on_pass: Callable[[int], object] = lambda number: None,
-) -> tuple[CachePlan, list[AlphaPoint]]:
+    on_points: Callable[[Sequence[AlphaPoint]], object] = lambda points: None,
+) -> CachePlan:
     """Plan the policy smoe with the smallest alpha that is fast enough, by a curve through measured values.
+
+    A pass over the first text warms up. Each round begins with another alpha.
 
     Args:
         texts: held-out texts.
@@ -100,6 +103,7 @@ def plan_alpha(
         serve: serving options of the plan: device, host memory, threads, and smoe's own in `policy`, of which alpha is
             chosen here.
         on_pass: called after every pass over the texts.
+        on_points: called with the measured values, before an alpha is chosen.
 
     Source: SMoE, Eq. 5 and section V-C (`moetool.caching.policies.smoe.choose_alpha`). The paper minimises the loss by
         taking the smallest alpha; the loss is measured here too, in the plan's evidence, to check that for this model.
@@ -126,21 +130,23 @@ def plan_alpha(
     alphas = sorted({0.0, *options.alphas})
     if not ids_ST:
         raise UsageError(f"none of {len(texts)} texts has {options.tokens} tokens; give longer ones, or --set tokens=N")
-    passes: dict[float, list[_Pass]] = {}
+    _feed(checkpoint, ids_ST[:1], 0.0, budget.slots, serve, options.known)
+    passes: dict[float, list[_Pass]] = {alpha: [] for alpha in alphas}
     for number in range(options.rounds):
-        for place, alpha in enumerate(alphas):
-            made = _feed(checkpoint, ids_ST, alpha, budget.slots, serve, options.known)
-            passes.setdefault(alpha, []).append(made)
+        turn = number % len(alphas)
+        for place, alpha in enumerate(alphas[turn:] + alphas[:turn]):
+            passes[alpha].append(_feed(checkpoint, ids_ST, alpha, budget.slots, serve, options.known))
             on_pass(number * len(alphas) + place + 1)
     points = [_point(alpha, made, passes[0.0][0].likeliest) for alpha, made in passes.items()]
+    on_points(points)
     alpha = choose_alpha([p.alpha for p in points], [p.tpot_s for p in points], target_tpot_s)
-    return _plan(checkpoint, ids_ST, alpha, points, budget, target_tpot_s, serve), points
+    return _plan(checkpoint, ids_ST, alpha, points, budget, target_tpot_s, serve)
 
 
-def print_points(plan: CachePlan, points: Sequence[AlphaPoint]) -> None:
+def print_points(slots: int, total_experts: int, points: Sequence[AlphaPoint]) -> None:
     """Print a table of the points."""
     tables.print_table(
-        f"smoe with {plan.slots} of {plan.spec.total_experts} experts, live",
+        f"smoe with {slots} of {total_experts} experts, live",
         ("alpha", "ms / token", "nats / token", "more than alpha 0", "same token", "hit rate", "MB / token"),
         [
             [

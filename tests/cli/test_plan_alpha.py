@@ -1,12 +1,16 @@
 """`moetool plan alpha`: what it measures, chooses and refuses."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moetool.base.types import ModelSpec
 from moetool.caching.plan import CachePlan
+from moetool.caching.policy import Policy, build_policy
+from moetool.measuring import alpha
 from tests.command_line import exit_code
 
 
@@ -48,10 +52,26 @@ def test_host_memory_and_the_partial_forward_are_measured_too(tmp_path: Path, mo
     assert [point["alpha"] for point in plan.evidence] == [0.0, 0.4, 0.8]
 
 
+def test_a_pass_warms_up_and_each_round_begins_with_another_alpha(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed: list[float] = []
+
+    def build(name: str, spec: ModelSpec, options: Mapping[str, Any], slots: int) -> Policy:
+        fed.append(options["alpha"])
+        return build_policy(name, spec, options, slots)
+
+    monkeypatch.setattr(alpha, "build_policy", build)
+    assert _run(monkeypatch, tmp_path / "plan.json", "--set", "rounds=2", "--set", "texts=1") == 0
+    assert fed[:7] == [0.0, 0.0, 0.4, 0.8, 0.4, 0.8, 0.0]  # then the plan's
+
+
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     assert _run(monkeypatch, out, **{"target-tpot": "1us"}) == 2
-    assert "no alpha from 0.0 to 0.8 reaches 1e-06 s per token; the fastest is" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "no alpha from 0.0 to 0.8 reaches 1e-06 s per token; the fastest is" in told.err
+    assert "ms / token" in told.out and "+0.0000" in told.out  # what was measured, to choose another target by
     assert _run(monkeypatch, out, "--set", "tokens=4000") == 2
     assert "texts has 4000 tokens" in capsys.readouterr().err
     assert _run(monkeypatch, out, **{"device-memory": "1MB"}) == 4

@@ -271,6 +271,8 @@ def _serve(bench: Workbench, options: Options, one: ModeRun, case: _Case, settin
     batch = setting.queue[: options.seats * case.gpus]
     latency = planning_latency(cluster, mean_row_s(setting.costs, batch), size, setting.costs.name)
     own = {**planner.quick_options(mode.planner), **one.options}
+    if "seconds" in planner.find(mode.planner).Options.__slots__:
+        own["seconds"] = 0.0  # a limit would make placements depend on the machine's load
     tokens_GLE = np.zeros((case.gpus, spec.num_layers, spec.num_experts))
     for number, route in enumerate(setting.tasks.history):
         tokens_GLE[number % case.gpus] += route.calls_LE
