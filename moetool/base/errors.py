@@ -50,18 +50,19 @@ class CapacityError(MoetoolError):
 
 
 class Problems:
-    """Usage errors of one command, raised together at the end of the block.
+    """Errors of one command's arguments, raised together at the end of the block.
 
     with Problems() as problems:
         with problems.of("--memory: "):
             num_bytes = parse_bytes(memory)
 
     Raises:
-        UsageError: names all of them, without lists of known names if they are too long for a message.
+        MoetoolError: of the first one's kind; names all of them, without lists of known names if those make it too
+            long for a message.
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, None] = {}
+        self._found: dict[str, type[MoetoolError]] = {}
 
     def __enter__(self) -> "Problems":
         return self
@@ -69,15 +70,16 @@ class Problems:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None and self._found:
             line = "; ".join(self._found)
-            raise UsageError(line if len(line) <= _MOST_CHARACTERS else _KNOWN_NAMES.sub("", line))
+            kind = next(iter(self._found.values()))
+            raise kind(line if len(line) <= _MOST_CHARACTERS else _KNOWN_NAMES.sub("", line))
 
     @contextlib.contextmanager
     def of(self, where: str = "") -> Iterator[None]:
-        """Note the usage error of a block. Args: where: its place, before the message."""
+        """Note the error of a block. Args: where: its place, before the message."""
         try:
             yield
-        except UsageError as error:
-            self._found[f"{where}{error}"] = None
+        except MoetoolError as error:
+            self._found[f"{where}{error}"] = type(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -285,15 +285,23 @@ def migrate(
     from moetool.placement.planning import latency_of, open_traces
 
     durable.require_new_file(out, overwrite)
-    for name, value in (("--horizon-tokens", horizon_tokens), ("--window-ms", window_ms), ("--call-ms", call_ms)):
-        if value is not None and not 0 < value < float("inf"):
-            raise UsageError(f"{name} is {value}, expected a number above 0")
-    before, after = PlacementPlan.load(old), PlacementPlan.load(new)
-    setting, _ = _settings([], given={"profile": profile, "machine": machine, "engine": engine})
+    with Problems() as problems:
+        for name, value in (("--horizon-tokens", horizon_tokens), ("--window-ms", window_ms), ("--call-ms", call_ms)):
+            with problems.of():
+                if value is not None and not 0 < value < float("inf"):
+                    raise UsageError(f"{name} is {value}, expected a number above 0")
+        with problems.of():
+            before = PlacementPlan.load(old)
+        with problems.of():
+            after = PlacementPlan.load(new)
+        with problems.of():
+            traces = open_traces(trace, whole=True)
+        with problems.of():
+            setting, _ = _settings([], given={"profile": profile, "machine": machine, "engine": engine})
     plan = plan_migration(
         before,
         after,
-        read_demand(open_traces(trace, whole=True), after.cluster),
+        read_demand(traces, after.cluster),
         horizon_tokens=horizon_tokens,
         call_s=None if call_ms is None else call_ms / 1e3,
         window_s=None if window_ms is None else window_ms / 1e3,
@@ -348,11 +356,11 @@ def export(
     from moetool.caching.plan import CachePlan
     from moetool.placement.plan import PlacementPlan
 
-    durable.require_new_file(out, overwrite)
     writer = plugins.load("export", format)
     suffixes = getattr(writer, "SUFFIXES", ())
     if suffixes and out.suffix not in suffixes:
         raise UsageError(f"--out {out} is a file for {format}, expected a name that ends in {' or '.join(suffixes)}")
+    durable.require_new_file(out, overwrite)
     if hasattr(writer, "write_cache_plan"):
         lines = writer.write_cache_plan(CachePlan.load(plan), out)
     else:

@@ -12,10 +12,10 @@ import typer
 
 from moetool.base import garbage, tables
 from moetool.base.config import parse, parse_bytes, parse_settings
-from moetool.base.errors import MismatchError, UsageError
+from moetool.base.errors import MismatchError, Problems, UsageError
 from moetool.cli import cluster as cli_cluster
 from moetool.cli.cluster_command import ClusterCommand
-from moetool.cli.flags import ApiKey, Model, Recipe, Revision, ServedDevice, ServedHostMemory, settable
+from moetool.cli.flags import ApiKey, Model, Recipe, Revision, ServedDevice, ServedHostMemory, open_predictor, settable
 from moetool.models.files.hub import is_downloaded, parse_hub_name, with_revision
 
 if TYPE_CHECKING:
@@ -81,14 +81,27 @@ def serve(
 ) -> None:
     """Serve a model larger than memory through an OpenAI-compatible API."""
     from moetool.caching.plan import CachePlan
+    from moetool.caching.policy import policy_class
 
     model = with_revision(model, revision)
     flags: dict[str, Any] = {"allowed_hosts": allowed_host, "cors_origins": cors_origin}
     flags |= {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
     values = _with_access_flags(settings, flags, host, api_key)
     values |= {} if device is None else {"device": device}
-    values |= {} if host_memory is None else {"host_memory_bytes": parse_bytes(host_memory)}
-    _require_api_key(api_key)
+    with Problems() as problems:
+        sizes: dict[str, int | None] = {}
+        for name, text in (("device", device_memory), ("process", process_memory), ("host", host_memory)):
+            with problems.of(f"--{name}-memory: "):
+                sizes[name] = None if text is None else parse_bytes(text)
+        with problems.of():
+            _require_api_key(api_key)
+        if policy is not None and policy != "auto":
+            with problems.of():
+                policy_class(policy)
+        if predictor is not None and not predictor.is_dir():
+            with problems.of():
+                open_predictor(predictor)
+    values |= {} if host_memory is None else {"host_memory_bytes": sizes["host"]}
     if cluster is not None:
         given = {
             "--policy": policy,
@@ -145,13 +158,13 @@ def serve(
     server.tls_context(allowed)  # refuse an unusable file before a model is loaded
     sock = server.bind(host, port)
     try:
-        memory = None if device_memory is None else parse_bytes(device_memory)
+        memory = sizes["device"]
         named = policy or (chosen.policy if chosen is not None else AUTO)
         choose_for = partial(
             choose,
             values=values,
             device_memory_bytes=chosen.device_memory_bytes if chosen is not None and memory is None else memory,
-            process_memory_bytes=None if process_memory is None else parse_bytes(process_memory),
+            process_memory_bytes=sizes["process"],
             predictor_bytes=predictor_bytes("foresight" if named == AUTO else named, predictor, chosen),
             policy=named,
             planned=planned,
@@ -160,7 +173,7 @@ def serve(
         if (on_hub := parse_hub_name(model)) is not None and not (Path(model).exists() or is_downloaded(on_hub)):
             config = Checkpoint.open(model, weights=False)
             choose_for(config)  # refuse too little memory before a long download
-            _ask_before_download(config, process_memory, yes)
+            _ask_before_download(config, sizes["process"], yes)
         checkpoint = Checkpoint.open(model)
         setup = choose_for(checkpoint)
         options = setup.options
@@ -227,7 +240,7 @@ def _used_slots(row: tuple[str, str, str], slots: int, total_experts: int, setup
     return row[0], f"{slots} of {total_experts}", f"all that {setup.policy} uses; {setup.budget.slots} fit"
 
 
-def _ask_before_download(config: "Checkpoint", process_memory: str | None, yes: bool) -> None:
+def _ask_before_download(config: "Checkpoint", host_bytes: int | None, yes: bool) -> None:
     """Print the estimate of a model that is not here yet, and on a terminal ask whether to download it.
 
     Raises:
@@ -236,7 +249,6 @@ def _ask_before_download(config: "Checkpoint", process_memory: str | None, yes: 
     from moetool.cli.fit import headline
     from moetool.measuring.fit import FitOptions, fit
 
-    host_bytes = None if process_memory is None else parse_bytes(process_memory)
     found = fit(config, FitOptions(host_bytes=host_bytes))
     tables.narrate(f"moetool: {headline(found)}")
     tables.narrate(f"moetool: more with 'moetool fit {config.name}'")

@@ -8,7 +8,7 @@ import typer
 
 from moetool.base import durable, tables
 from moetool.base.config import parse_settings
-from moetool.base.errors import UsageError
+from moetool.base.errors import Problems, UsageError
 from moetool.cli.flags import Json, Overwrite, find_overlap, open_predictor, settable
 
 if TYPE_CHECKING:
@@ -81,19 +81,25 @@ def simulate(
     if report is not None:
         durable.require_new_file(report, overwrite)
     options, costs, planner_options = read_settings(parse_settings(settings))
-    swept = parse_sweeps(sweep)
-    planners = _planners(planner, planner_options)
+    with Problems() as problems:
+        with problems.of():
+            swept = parse_sweeps(sweep)
+        with problems.of():
+            planners = _planners(planner, planner_options)
+        with problems.of():
+            sources = open_sources(trace)
+        with problems.of():
+            machines = load_cluster(cluster)
     if plan is not None and {"gpus", "bandwidth"} & swept.keys():
         raise UsageError("--plan is for one cluster, and --sweep changes the cluster; leave one of them out")
     given = None if plan is None else PlacementPlan.load(plan)
     predicts = open_predictor(predictor)
-    sources = open_sources(trace)
     for source in dict.fromkeys(sources.values()):
         find_overlap(source, predicts)
     with tables.stages() as on_progress:
         runs = run(
             sources,
-            load_cluster(cluster),
+            machines,
             {**swept, "planner": planners},
             planners[0],
             arrivals,

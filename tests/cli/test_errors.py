@@ -290,6 +290,14 @@ def test_all_wrong_options_are_named_at_once(run: Run, trace: Path, tmp_path: Pa
         settings = ("--set", "starts=up", "--machine", "h10")
         _one_line(run(*plan, *settings), 2, "'nope'", "'sgl'", "'up'", "'h10'", "'nowhere'", "none.toml")
     assert not (tmp_path / "plan.json").exists()
+    serve = ("serve", "reference", "--policy", "nope", "--process-memory", "1XB", "--predictor", tmp_path / "none")
+    _one_line(
+        run(*serve, "--device-memory", "lots", "--port", 0), 2, "'nope'", "'1XB'", "'lots'", str(tmp_path / "none")
+    )
+    simulate = ("simulate", "--trace", "nowhere", "--cluster", missing, "--planner", "nope")
+    _one_line(run(*simulate), 2, "'nope'", "'nowhere'", "none.toml")
+    migrate = ("plan", "migrate", tmp_path / "old.json", tmp_path / "new.json", "--trace", "nowhere")
+    _one_line(run(*migrate, "--horizon-tokens=-5", "--out", tmp_path / "m.json"), 2, "-5.0", "old.json", "new.json")
 
 
 def test_no_trace(run: Run, tmp_path: Path) -> None:
