@@ -106,10 +106,10 @@ def decided_elsewhere(claim: Claim, found: ExperimentResult, model: NamedModel |
 def priced(paper: Paper, given: Mapping[str, Path]) -> Paper:
     """Return the paper with the costs of the model that made the given traces, wherever it names machine and model.
 
-    That is the first of `recipes/models` with the traces' layers, experts and top-k; without one, costs stay as they
-    are.
+    That is the first of `recipes/models` with the traces' layers, experts and top-k. Without one, or where claims fix
+    an expert's bytes (`simulation`, as Prism's), costs stay as they are.
     """
-    if not given or not paper.machine.model:
+    if not given or not paper.machine.model or any("simulation" in claim.options for claim in paper.claim):
         return paper
     spec = Trace(next(iter(given.values()))).spec
     routed = (spec.num_layers, spec.num_experts, max(spec.top_k_L))

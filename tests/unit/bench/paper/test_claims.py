@@ -255,6 +255,7 @@ def test_given_traces_bring_the_costs_of_their_model(tmp_path: Path) -> None:
             choices = [claim.options, *(claim.options.get("lines", {}).values())]
             choices += [line["machine"] for line in choices if isinstance(line.get("machine"), dict)]
             assert {one["model"] for one in choices if {"machine", "model"} <= one.keys()} <= {"gpt-oss-20b"}
+    assert priced(read_paper("prism"), routed) == read_paper("prism")  # its claims fix the bytes of an expert
     (memory,) = {repr(claim.options) for claim in changed.claim if claim.experiment == "memory"}
     assert "mixtral-8x7b-int4" in memory
 
