@@ -56,7 +56,7 @@ def _claims(made: BenchResult, paper: Row, rows: list[Row]) -> Iterator[Any]:
         columns = {"": ("id", "s"), "question": ("says", "s"), **found, **verdict}
         yield table("questions of moetool's that the paper does not answer", own, columns, num_text=4)
     yield from (f"{row['id']}, here: {row['here']}" for row in rows if row["here"])
-    unlike = [row for row in rows if row.get("reason") and row["verdict"] != "agrees"]
+    unlike = [row for row in rows if row.get("reason") and row["verdict"] in ("differs", "undecided")]
     yield from dict.fromkeys(f"{row['id']}, {row['verdict']}: {row['reason']}" for row in unlike)
     yield from (f"not repeated: {', '.join(left['ids'])}: {left['why']}" for left in paper["left_out"])
     named, seeds = paper["machine_named"], paper["sizes"]["seeds"]

@@ -314,13 +314,13 @@ def test_jobs_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.
 def test_questions_of_our_own_are_not_counted_among_the_claims(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     asked = RECIPE[RECIPE.index("[[claim]]") :].replace('id = "Table I"', 'id = "Table II"') + "ours = true\n"
-    recipe.write_text(RECIPE + asked)
+    recipe.write_text(RECIPE + 'reason = "two traces"\n' + asked)
     trace = {"there": write_trace(tmp_path / "trace", make_spec(2), num_requests=8)}
     made = run_papers(PaperOptions(names=(str(recipe),)), trace, tmp_path / "work")
     shown = list(tables(made))
     claims, own = (one for one in shown if hasattr(one, "rows"))
     assert "does not answer" in own.title and len(claims.rows) == len(own.rows) == 1
-    assert "1 undecided of 1" in shown
+    assert "1 undecided of 1" in shown and "Table I, undecided: two traces" in shown
     for row in made.rows:  # as results of an earlier version
         for name in ("best", "highest_best", "whole_layers", "expert_bytes"):
             row.pop(name, None)
