@@ -3,9 +3,10 @@
 A second pool would compete with the first for the cores at every switch.
 """
 
+import contextlib
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,17 @@ def on_pool(work: Any) -> PoolCall:
 
     call.work = work  # type: ignore[attr-defined]  # keeps the machine code alive
     return call
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on the calling thread alone meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def thread_pool() -> Any:

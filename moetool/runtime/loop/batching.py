@@ -25,6 +25,8 @@ import torch
 from moetool.base.errors import MoetoolError, UsageError
 from moetool.base.types import Phase
 from moetool.kernels.cpu.attention import find_attention_kernel
+from moetool.kernels.cpu.matmul import MIN_ELEMENTS
+from moetool.kernels.cpu.threads import one_thread
 from moetool.models.cache_argument import cache_argument
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.transformers_internals import attention_of
@@ -57,6 +59,8 @@ from moetool.runtime.returned_memory import release_pages
 from moetool.runtime.steps.recorded_steps import RecordedSteps
 
 _LOG = logging.getLogger(__name__)
+NARROW_ROWS = 128
+"""Most rows of a forward on one thread where all products of a layer are small: waking others takes longer."""
 _CROWDED = 0.15
 """Share of free pages below which prompts wait for requests that decode."""
 
@@ -166,6 +170,7 @@ class Batcher:
         self._forward_id = 0
         config = model.config.get_text_config()
         shapes = row_shapes(config)
+        self._is_narrow = model.device.type == "cpu" and config.hidden_size**2 < MIN_ELEMENTS
         if model.device.type == "cpu" and model.dtype == torch.bfloat16:
             for layer, shape in zip(config.per_layer_config, shapes, strict=True):
                 queries = getattr(layer, "num_attention_heads", None) or 0
@@ -395,7 +400,9 @@ class Batcher:
             elif self.recorded is not None and self.recorded.takes(kv_batch):
                 logits = self.recorded.run(inputs["input_ids"], inputs["position_ids"], kv_batch)
             else:
-                logits = self.model(**(self._locate(inputs, room) if room else inputs)).logits
+                few = self._is_narrow and kv_batch.query_ends[-1] <= NARROW_ROWS
+                with one_thread() if few else contextlib.nullcontext():
+                    logits = self.model(**(self._locate(inputs, room) if room else inputs)).logits
             logits_BV = logits[0] if self._keeps_logits else logits[0, [end - 1 for end in kv_batch.query_ends[1:]]]
             # Only the batch's last request can be without a new token.
             scores_BV = self._sampler.apply([str(request.number) for request in ready], logits_BV.float())

@@ -13,6 +13,7 @@ from moetool.caching.plan import CachePlan
 from moetool.kernels.cpu.tiles import cpu_has_pairs
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.experts.moe_layers import moe_layers
+from moetool.runtime.loop import batching
 from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.request import Output, SamplingParams
@@ -243,6 +244,22 @@ def test_a_hook_elsewhere_runs_the_modules_meanwhile(model: Path, expected: list
     assert len(seen) == 2
     assert _recorded(engine).steps == _NEW_TOKENS - 3
     engine.close()
+
+
+def test_a_short_prompt_of_a_narrow_model_runs_on_one_thread(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "NARROW_ROWS", len(_PROMPTS[0]))
+    before, seen = torch.get_num_threads(), []
+    engine = _engine(model, threads=2)
+    handle = engine.batcher.model.model.register_forward_pre_hook(lambda *given: seen.append(torch.get_num_threads()))
+    try:
+        for prompt in _PROMPTS[:2]:
+            _generate(engine, [prompt])
+            assert torch.get_num_threads() == 2
+    finally:
+        handle.remove()
+        engine.close()
+        torch.set_num_threads(before)
+    assert (seen[0], seen[_NEW_TOKENS]) == (1, 2)
 
 
 def test_more_rows_than_a_program_takes_run_the_modules(model: Path) -> None:
