@@ -300,6 +300,7 @@ def this_machine(
     policy: str = AUTO,
     process_memory_bytes: int | None = None,
     planned: bool = False,
+    taken_bytes: int | None = None,
 ) -> Machine:
     """This machine's free memory for a model.
 
@@ -307,6 +308,7 @@ def this_machine(
         policy: cache policy; `auto` divides by the misses of this model's last server.
         process_memory_bytes: limit of this process's resident memory, on a CPU.
         planned: whether it may have too little memory, or no such device.
+        taken_bytes: resident memory of the process that loads the model (default: this one's).
 
     Raises:
         UsageError: there is no such device.
@@ -323,7 +325,7 @@ def this_machine(
         return Machine(limit_bytes=free, source="free on the GPU", curve=curve)
     libraries = _reserve_bytes(checkpoint, options) + _state_bytes(checkpoint.spec, policy, options)
     try:
-        limit, source = _process_limit(process_memory_bytes, libraries)
+        limit, source = _process_limit(process_memory_bytes, libraries, taken_bytes)
     except CapacityError:
         if not planned:
             raise
@@ -431,15 +433,16 @@ def _reserve_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
     return _RESERVE_BYTES + by_torch * _TORCH_PRODUCTS_BYTES
 
 
-def _process_limit(process_memory_bytes: int | None, library_bytes: int) -> tuple[int, str]:
-    """Memory for weights, activations, KV cache and slots in this process, and what sets it.
+def _process_limit(process_memory_bytes: int | None, library_bytes: int, taken_bytes: int | None) -> tuple[int, str]:
+    """Memory for weights, activations, KV cache and slots in a process, and what sets it.
 
     Args:
         library_bytes: what the process needs besides, and does not hold yet.
+        taken_bytes: its resident memory; None: this one's.
     """
-    taken = resident_bytes()
-    allowed = memory_bytes()[1] + taken
-    limit, source = allowed, "free memory"
+    resident = resident_bytes()
+    taken = resident if taken_bytes is None else taken_bytes
+    limit, source = memory_bytes()[1] + resident, "free memory"
     if process_memory_bytes is not None:
         limit, source = process_memory_bytes, "--process-memory"
     needed = taken + library_bytes

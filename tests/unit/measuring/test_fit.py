@@ -11,10 +11,10 @@ from transformers import AutoConfig
 
 from moetool.base import assets, families
 from moetool.base.errors import UsageError
-from moetool.base.machine import memory_bytes, resident_bytes
+from moetool.base.machine import memory_bytes
 from moetool.costing.estimates import CPU_LAYER_S, STEP_SHARE, rates_of
 from moetool.costing.machines import read_named_machine
-from moetool.measuring.fit import Fit, fit, spoken
+from moetool.measuring.fit import SERVER_BYTES, Fit, fit, spoken
 from moetool.measuring.fit_machine import FitOptions
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.automatic import choose
@@ -81,7 +81,7 @@ def test_more_memory_and_a_faster_disk_help(qwen: Checkpoint) -> None:
 
 
 def test_too_little_memory_names_what_is_missing(qwen: Checkpoint) -> None:
-    found = fit(qwen, replace(LAPTOP, host_bytes=resident_bytes() + 2 * GB))
+    found = fit(qwen, replace(LAPTOP, host_bytes=SERVER_BYTES + 2 * GB))
     assert (found.budget, found.tokens_s) == (None, 0.0)
     assert "does not fit" in found.verdict and "weights outside the experts take" in found.verdict
     assert found.to_json()["fits"] is False
@@ -169,7 +169,7 @@ def test_a_dense_model_is_refused_before_the_machine_is_measured(
 
 def test_misses_of_the_model_s_last_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    on = replace(LAPTOP, host_bytes=resident_bytes() + GB)
+    on = replace(LAPTOP, host_bytes=SERVER_BYTES + GB)
     origins = {what: origin for what, _, origin in fit("reference", on).facts}
     assert "routes" in origins["misses"]
     spec = Checkpoint.open("reference").spec
