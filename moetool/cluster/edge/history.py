@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -99,7 +99,9 @@ class ReportHistory:
         for decision in decisions:
             values = {name: value for name, value in decision.items() if name in known}
             require_plain("decisions", values)
-            self.decisions.append(parse(ReplacementRecord, values, "decision"))
+            record = parse(ReplacementRecord, values, "decision")
+            require_plain("decisions", asdict(record))  # a string may be a number that is none
+            self.decisions.append(record)
 
     def _window(self, now_s: float) -> dict[str, Any]:
         if self._began_s is None:
