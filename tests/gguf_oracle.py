@@ -23,6 +23,10 @@ _YARN = {
     **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7},
 }
 _PLAIN_YARN = {key: value for key, value in _YARN.items() if "mscale" not in key}
+_ONE_FACTOR = {
+    **{"rope_type": "llama3", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 128},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 1.0},
+}
 _VISION_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("mixtral", {"intermediate_size": 16}),
@@ -78,6 +82,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "llama4": (
+        "llama4_text",
+        {
+            **{"num_hidden_layers": 4, "moe_layers": [1, 3], "interleave_moe_layer_step": 2, "num_experts_per_tok": 1},
+            **{"attention_chunk_size": 8192, "rope_parameters": _ONE_FACTOR},
+        },
+    ),
+    "mimo2": (
+        "mimo_v2_flash",
+        {
+            **{"sliding_window": 8, "attention_value_scale": 0.75, "num_key_value_heads": 1, "v_head_dim": 4},
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+            },
+        },
+    ),
     "mellum": ("mellum", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
     "nemotron_h_moe": (
         "nemotron_h",
@@ -90,6 +112,13 @@ _CALLED = {"qwen3vlmoe": "Qwen3VLMoeForConditionalGeneration"}
 """The converter class of a model that is the text part of a larger one."""
 _HASHED = {"compress_ratios": [0, 4, 128], "num_hash_layers": 1, "qk_rope_head_dim": 2, "rope_theta": 10000.0}
 """Values of DeepSeek-V4's published config that transformers writes otherwise."""
+_WINDOWS = {
+    **{"hybrid_layer_pattern": [0, 1], "layernorm_epsilon": 1e-5, "topk_method": "noaux_tc"},
+    **{"swa_head_dim": 8, "swa_v_head_dim": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2},
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "swa_rope_theta": 5000.0,
+}
+"""Values of MiMo-V2-Flash's published config that transformers writes otherwise."""
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]) / 16
 """Numbers of 4 bits, times a scale of 2 ** -4."""
 _BY_LAYER = {"moe_intermediate_size": 16, "moe_topk": 2, "num_shared_expert": 1}
@@ -153,6 +182,8 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
         hparams = ModelBase.load_hparams(folder, False)
         if name == "hunyuan-moe":
             hparams |= {key: [value] * 2 for key, value in _BY_LAYER.items()}
+        if name == "mimo2":
+            hparams |= _WINDOWS
         if name == "deepseek4":
             hparams |= {**_HASHED, "rope_parameters": _PLAIN_YARN}
         Converted(folder, gguf.LlamaFileType.MOSTLY_F16, file, eager=True, hparams=hparams).write()

@@ -127,6 +127,11 @@ _MIXERS = {
     "ffn_latent_down": "mixer.fc1_latent_proj",
     "ffn_latent_up": "mixer.fc2_latent_proj",
 }
+_LLAMA4 = {
+    "ffn_gate_inp": "feed_forward.router",
+    **{f"ffn_{x}": f"feed_forward.{x}_proj" for x in ("gate", "up", "down")},
+    **{f"ffn_{x}_shexp": f"feed_forward.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
+}
 _AFMOE = {
     "attn_gate": "self_attn.gate_proj",
     "ffn_norm": "pre_mlp_layernorm",
@@ -153,7 +158,8 @@ class Architecture:
         in_config: tensors whose numbers the config holds.
         undo: inverse of llama.cpp's changes, by suffix of the parameter's name.
         joined: parameters of a layer that several tensors make, the leaves of these tensors, and the function.
-        interleaved: whether rows of gate and up alternate and matrices are transposed.
+        interleaved: whether rows of gate and up alternate.
+        transposed: whether the family's experts are transposed, as input by output.
         gating: required score function of the router, as ggml's number; None: any.
     """
 
@@ -166,6 +172,7 @@ class Architecture:
     undo: Callable[[Metadata], Mapping[str, Undo]] = lambda meta: {}
     joined: Callable[[Metadata], Sequence[Joined]] = lambda meta: ()
     interleaved: bool = False
+    transposed: bool = False
     gating: int | None = None
 
     def renamed(self, name: str) -> str | None:
@@ -245,6 +252,7 @@ ARCHITECTURES = {
         config=configs.gpt_oss,
         names={"ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks!"},
         interleaved=True,
+        transposed=True,
     ),
     "granitemoe": _LLAMA(
         family="granitemoe",
@@ -267,7 +275,18 @@ ARCHITECTURES = {
         gating=SIGMOID,
     ),
     "llama": _LLAMA(family="mixtral", config=configs.local),
+    "llama4": Architecture(
+        family="llama4_text",
+        config=configs.llama4,
+        names=_LLAMA4,
+        experts="feed_forward.experts",
+        in_config=("rope_freqs.weight",),
+        transposed=True,
+    ),
     "mellum": Architecture(family="mellum", config=configs.mellum, gating=SOFTMAX),
+    "mimo2": Architecture(
+        family="mimo_v2_flash", config=configs.mimo, names={"attn_sinks": "self_attn.sinks!"}, gating=SIGMOID
+    ),
     "minimax-m2": Architecture(
         family="minimax_m2", config=configs.local, names={"exp_probs_b": "mlp.e_score_correction_"}, gating=SIGMOID
     ),
@@ -306,8 +325,6 @@ UNREAD = {
     "hy_v4": "hy_v4",
     "jamba": "jamba",
     "kimi-linear": "kimi_linear",
-    "llama4": "llama4",
-    "mimo2": "mimo_v2_flash",
     "minimax-01": "minimax",
     "minimax-m3": "minimax_m3_vl",
     "mistral4": "mistral4",

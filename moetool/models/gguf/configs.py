@@ -1,5 +1,6 @@
 """Configs of transformers' families from the headers of GGUF files."""
 
+import math
 from typing import Any
 
 from moetool.base.errors import UsageError
@@ -278,6 +279,57 @@ def hy_v3(meta: Metadata) -> dict[str, Any]:
         "num_shared_experts": meta("expert_shared_feed_forward_length") // meta("expert_feed_forward_length"),
         "router_scaling_factor": meta.get("expert_weights_scale", 1.0),
         "mlp_layer_types": _sparse_layers(meta),
+    }
+
+
+def llama4(meta: Metadata) -> dict[str, Any]:
+    rope = _rope(meta, meta("attention.key_length"))
+    return {
+        "num_local_experts": meta.num_experts,
+        "intermediate_size": meta("expert_feed_forward_length"),
+        "intermediate_size_mlp": meta("feed_forward_length"),
+        "moe_layers": [layer for layer, sparse in enumerate(meta.layers_with("ffn_gate_inp.weight")) if sparse],
+        "use_qk_norm": meta.num_experts != 128,  # so llama.cpp tells Maverick from Scout
+        "rope_parameters": {**rope, **_llama3(meta, rope["rope_theta"])},
+    }
+
+
+def _llama3(meta: Metadata, theta: float) -> dict[str, Any]:
+    """Scaling by one factor of the rotary frequencies from a first one on, as `rope_freqs.weight` lists it."""
+    factors = meta.rope_factors
+    scaled = [number for number, factor in enumerate(factors) if factor != 1]
+    if not scaled:
+        return {}
+    if scaled != [*range(scaled[0], len(factors))] or len({factors[number] for number in scaled}) > 1:
+        raise UsageError(
+            f"scales rotary frequencies by {sorted(set(factors))}, expected one factor from a first one on"
+        )
+    between = 2 * math.pi * theta ** ((scaled[0] - 0.5) / len(factors))  # wavelengths of its neighbours differ from it
+    return {
+        **{"rope_type": "llama3", "factor": factors[-1], "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+        "original_max_position_embeddings": round(between),
+    }
+
+
+def mimo(meta: Metadata) -> dict[str, Any]:
+    sliding, head_dim = _sliding(meta), meta("attention.key_length")
+    heads = dict(zip(sliding["layer_types"], by_layer(meta, "attention.head_count_kv"), strict=True))
+    full = heads.get("full_attention", heads.get("sliding_attention", 0) // 2)
+    if heads.get("sliding_attention", 2 * full) != 2 * full:
+        raise UsageError(f"has {heads} key heads, expected twice as many in layers with a window as in the others")
+    rope = _rope(meta, head_dim)
+    return {
+        **sliding,
+        **routed(meta),
+        "norm_topk_prob": True,  # llama.cpp's graph fixes it
+        "num_key_value_heads": full,
+        "v_head_dim": meta("attention.value_length"),
+        "attention_value_scale": meta.get("attention.value_scale"),
+        "mlp_layer_types": _sparse_layers(meta),
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {**rope, "rope_theta": meta.get("rope.freq_base_swa", rope["rope_theta"])},
+        },
     }
 
 

@@ -177,7 +177,7 @@ def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> di
                 if there:
                     shapes = [left.pop(name) for name in names]
                     tensors = dict(zip(leaves, names, strict=True))
-                    found[f"{root}.{target}{suffix}"] = _expert_part(tensors, shapes, architecture.interleaved)
+                    found[f"{root}.{target}{suffix}"] = _expert_part(tensors, shapes, architecture)
     changed = architecture.undo(meta)
     for name, shape in left.items():
         parameter = architecture.renamed(name)
@@ -196,19 +196,19 @@ def _is_prediction_layer(name: str, meta: Metadata) -> bool:
     return name.startswith("blk.") and int(name.split(".")[1]) >= meta.num_layers
 
 
-def _expert_part(tensors: dict[str, str], shapes: list[tuple[int, ...]], interleaved: bool) -> GgufPart:
-    """Experts of a layer: [experts, out, in], or [experts, in, out] if rows of gate and up alternate."""
+def _expert_part(tensors: dict[str, str], shapes: list[tuple[int, ...]], architecture: Architecture) -> GgufPart:
+    """Experts of a layer: [experts, out, in], or [experts, in, out] if transposed."""
     first, *others = tensors.values()
     for name, shape in zip(others, shapes[1:], strict=True):
         if shape != shapes[0]:
             raise ValueError(f"{name} has shape {list(shape)}, expected {list(shapes[0])} as {first}")
     experts, rows, *columns = shapes[0]
     shape = (experts, rows * len(shapes), *columns)
-    transposed = interleaved and len(shape) == 3
+    transposed = architecture.transposed and len(shape) == 3
     return GgufPart(
         tensors=tensors,
         shape=(experts, *shape[:0:-1]) if transposed else shape,
-        interleaved=interleaved,
+        interleaved=architecture.interleaved,
         transposed=transposed,
     )
 
