@@ -85,10 +85,10 @@ class Checkpoint:
         self.quantization: Quantization | None
         if self._gguf is not None:
             self._content, self.raw, self.quantization = self._gguf.content, self._gguf.config, self._gguf.weights
-            self._whole_config = _parse_config(path, self.raw)
+            self._whole_config = _parse_config(path, self._config_file, self.raw)
         else:
             self._content, self.raw = read_config(path / "config.json")
-            self._whole_config = _parse_config(path, self.raw)
+            self._whole_config = _parse_config(path, self._config_file, self.raw)
             self.quantization = quantization_of(self.raw, path)
         self.config: Any = self._whole_config.get_text_config()
         check_config(self.config, self.raw, self._config_file)
@@ -127,7 +127,7 @@ class Checkpoint:
 
     @cached_property
     def _model_of_config(self) -> Any:
-        return build_empty(self._whole_config, self.path, _PLACEHOLDER)
+        return build_empty(self._whole_config, self._config_file, _PLACEHOLDER)
 
     @cached_property
     def skeleton(self) -> Any:
@@ -579,11 +579,10 @@ def _require_bounded(file: Path, raw: dict[str, Any]) -> None:
                 raise MismatchError(f"{file}: {name} is {value:,}, expected at most {most:,}; download the model again")
 
 
-def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
+def _parse_config(path: Path, file: Path, raw: dict[str, Any]) -> Any:
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    file = path / "config.json"
     model_type = str(raw.get("model_type", ""))
     model_type = families.SAME_AS.get(model_type, model_type)
     families.require_supported(model_type)

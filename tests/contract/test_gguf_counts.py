@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from moetool.base.errors import MismatchError
+from moetool.base.errors import MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.families.text_part import build_empty
+from tests import families
 from tests.greedy import prompts, served
 from tests.logs import warnings
 
@@ -110,6 +113,17 @@ def test_tensors_of_different_numbers_of_experts_are_refused(leaf: str, tmp_path
     numbers = _block("qwen3moe", 1, predicting=False)[name][:3]
     with pytest.raises(MismatchError, match=rf"{leaf}\.weight is of [34] experts, expected [34] as blk\."):
         Checkpoint.open(_changed("qwen3moe", tmp_path, {name: numbers}))
+
+
+def test_errors_of_transformers_name_the_file_that_the_config_comes_from(tmp_path: Path) -> None:
+    values = {"qwen3moe.attention.layer_norm_rms_epsilon": 1}
+    path = rewritten(GOLDEN / "qwen3moe.gguf", tmp_path / "m.gguf", values, None)
+    with pytest.raises(MismatchError, match="rms_norm_eps") as caught:
+        Checkpoint.open(path)
+    assert str(caught.value).startswith(f"cannot read {path}: ")
+    config = families.config("qwen3_moe", hidden_act="unknown")
+    with pytest.raises(UsageError, match=rf"cannot build a qwen3_moe model from {path}: "):
+        build_empty(config, path, torch.float32)
 
 
 def test_a_tensor_that_the_model_of_the_header_lacks_is_refused(tmp_path: Path) -> None:

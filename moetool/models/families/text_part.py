@@ -27,14 +27,14 @@ def stands_alone(whole: Any) -> bool:
     return has_conversions(text.model_type) or not has_conversions(whole.model_type)
 
 
-def build_empty(whole: Any, path: Path, dtype: torch.dtype) -> Any:
+def build_empty(whole: Any, file: Path, dtype: torch.dtype) -> Any:
     """Build the language model of a config on the meta device.
 
     If transformers builds the text part only inside a larger model, the result is that model without its other parts.
 
     Args:
         whole: the checkpoint's full config.
-        path: path of the checkpoint, for errors.
+        file: config.json or the GGUF file that the config comes from, for errors.
 
     Raises:
         UsageError: transformers has no language model for this config, or the config lacks a value.
@@ -46,7 +46,7 @@ def build_empty(whole: Any, path: Path, dtype: torch.dtype) -> Any:
     alone = stands_alone(whole)
     if not alone and type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UsageError(
-            f"{path} is of the model type {whole.model_type!r}, whose text part ({text.model_type}) transformers "
+            f"{file} is of the model type {whole.model_type!r}, whose text part ({text.model_type}) transformers "
             "builds only with other parts, not as a language model; 'moetool models' lists supported families"
         )
     kind, config = (AutoModelForCausalLM, text) if alone else (AutoModelForImageTextToText, whole)
@@ -55,7 +55,7 @@ def build_empty(whole: Any, path: Path, dtype: torch.dtype) -> Any:
             model = kind.from_config(copy.deepcopy(config), dtype=dtype).eval()
     except Exception as error:  # a missing value fails where the model first needs it
         raise UsageError(
-            f"transformers cannot build a {text.model_type} model from {path / 'config.json'}: "
+            f"transformers cannot build a {text.model_type} model from {file}: "
             f"{shortened(first_line(error), 200)}; a value there is missing or wrong"
         ) from error
     if not alone:
