@@ -21,7 +21,7 @@ Writer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
 """From a weight's name and value to its stored tensors and the weight that they represent."""
 
 GROUP = 16
-_LINEAR = re.compile(r"\.(self_attn|mlp|block_sparse_moe)\..*\.weight$")
+_LINEAR = re.compile(r"\.(self_attn|mlp|mixer|block_sparse_moe)\..*\.weight$")
 _KEPT = re.compile(r"(norm|\.gate|router)\.weight$")
 
 

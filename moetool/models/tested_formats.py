@@ -16,6 +16,8 @@ BY_EXPERT_FORMATS = ("fp8_block", "fp8_scaled", "nvfp4", "gptq", "awq", "int4")
 """The formats that all of them are tested with."""
 RELEASED = ("deepseek_v4", "minimax_m3_vl_text", "mistral_large4_text")
 """Further families tested in the layout of their release, with experts in FP8 (DeepSeek V4's in 4 bits beside it)."""
+NVFP4_RELEASED = ("nemotron_h",)
+"""Further families tested in NVFP4 as ModelOpt releases them."""
 _MXFP4 = ("gpt_oss", "qwen3_moe")
 _GGUF = {"deepseek_v2", "glm4_moe_lite", *(architecture.family for architecture in ARCHITECTURES.values())}
 """The first two also have the architecture `deepseek2`."""
@@ -39,6 +41,7 @@ def format_table() -> dict[str, dict[str, bool]]:
             *(BY_EXPERT_FORMATS if name in BY_EXPERT else ()),
             *(["dense"] if runs else []),
             *(["fp8_block"] if name in RELEASED else []),
+            *(["nvfp4"] if name in NVFP4_RELEASED else []),
             *(["mxfp4"] if name in _MXFP4 else []),
             *(["gguf"] if name in _GGUF else []),
         }

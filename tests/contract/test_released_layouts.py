@@ -1,6 +1,7 @@
 """Checkpoints in the names and formats of released models have the weights and logits of transformers' own loading.
 
-Plain transformers reads each with `dequantize`, so the expected weights are not moetool's.
+Plain transformers reads each with `dequantize`, so the expected weights are not moetool's. Those in NVFP4 it reads from
+a twin of the weights that compressed-tensors unpacks.
 """
 
 import json
@@ -15,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full
-from moetool.models.tested_formats import BY_EXPERT, RELEASED
-from tests import families, gguf_oracle
+from moetool.models.tested_formats import BY_EXPERT, NVFP4_RELEASED, RELEASED
+from tests import families, gguf_oracle, quantized
+from tests.contract.test_quantized import NVFP4
 from tests.greedy import forward_logits
 
 TOKENS = torch.tensor([[5, 9, 11, 3, 4, 20, 33, 7, 8, 6, 21, 40]])
@@ -178,3 +180,95 @@ def test_a_released_layout_is_read_as_transformers_dequantizes_it(name: str, tmp
         logits = theirs(TOKENS, use_cache=False).logits[0]
     rounding = 1e-5 * float(logits.abs().max())
     assert torch.allclose(forward_logits(path, TOKENS), logits, rtol=0, atol=rounding)
+
+
+def _modelopt(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """NVFP4 in ModelOpt's names, with a factor for the whole weight that is a power of two (a `Writer`)."""
+    weight = weight.clone()
+    largest = int(weight.abs().argmax())
+    weight.view(-1)[largest] = 21 * (weight.abs().max() / 21).log2().ceil().exp2()
+    made, meant = quantized.compressed("nvfp4-pack-quantized", NVFP4)(name, weight)
+    factor = 1 / made.pop(f"{name}_global_scale").reshape(())
+    hint = {name.removesuffix("weight") + "input_scale": torch.tensor(1.0)}
+    return {
+        name: made[f"{name}_packed"],
+        f"{name}_scale": made[f"{name}_scale"],
+        f"{name}_scale_2": factor,
+    } | hint, meant
+
+
+def _eight_bits(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """FP8 with one scale (a `Writer`)."""
+    scale = weight.abs().amax() / 448
+    values = (weight / scale).to(torch.float8_e4m3fn)
+    cache = {name.replace("proj.weight", "scale"): torch.tensor(1.0)} if name.endswith(("k_proj.weight",)) else {}
+    return {name: values, f"{name}_scale": scale, **cache}, values.float() * scale
+
+
+def _mixed(name: str) -> quantized.Writer:
+    return _modelopt if ".experts." in name else _eight_bits
+
+
+_ALL = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+_COMPRESSED = quantized.compressed_config("nvfp4-pack-quantized", NVFP4)
+_OURS = quantized.compressed("nvfp4-pack-quantized", NVFP4)
+NVFP4_LAYOUTS: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer | None]]] = {
+    "DeepSeek-R1-FP4": (
+        "deepseek_v3",
+        {**_ALL, "exclude_modules": ["lm_head", "model.layers.*.self_attn*"]},
+        lambda name: None if "self_attn" in name else _modelopt,
+    ),
+    "Qwen3-30B-A3B-NVFP4": ("qwen3_moe", {"quant_method": "modelopt", **_ALL}, lambda name: _modelopt),
+    "Qwen3.5-A3B-NVFP4": ("qwen3_next", {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, _mixed),
+    "MiniMax-M2-NVFP4": (
+        "minimax_m2",
+        _COMPRESSED,
+        lambda name: _OURS if ".experts." in name else None,
+    ),
+    "Nemotron-3-NVFP4": (
+        "nemotron_h",
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+        lambda name: _modelopt if ".experts." in name else None,
+    ),
+}
+"""Family, config and writer of a weight; configs without `quant_method` lie in hf_quant_config.json, as ModelOpt's."""
+
+
+def test_the_table_of_formats_counts_the_nvfp4_families() -> None:
+    found = {family for family, _, _ in NVFP4_LAYOUTS.values()}
+    assert {*NVFP4_RELEASED} <= found <= {*NVFP4_RELEASED, *BY_EXPERT}
+
+
+@pytest.mark.parametrize("name", NVFP4_LAYOUTS)
+def test_nvfp4_of_a_release_is_read_as_compressed_tensors_unpacks_it(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    family, config, writer = NVFP4_LAYOUTS[name]
+    families.save(family, tmp_path / "dense", moe_intermediate_size=32, intermediate_size=32)
+    layers: dict[str, Any] = {}
+
+    def writer_of(weight: str) -> quantized.Writer | None:
+        write = writer(weight)
+        if write is not None:
+            algorithm = "FP8" if write is _eight_bits else "W4A16_NVFP4"
+            layers[weight.removesuffix(".weight")] = {"quant_algo": algorithm}
+        return write
+
+    path = tmp_path / "made"
+    twin = quantized.quantize(tmp_path / "dense", path, config, writer_of)
+    assert len(layers) > 8
+    raw = json.loads((path / "config.json").read_text())
+    if "quantized_layers" in config:
+        raw["quantization_config"]["quantized_layers"] = layers
+    if "quant_method" not in config:
+        own = raw.pop("quantization_config")
+        (path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": own}))
+    (path / "config.json").write_text(json.dumps(raw))
+    theirs, report = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    expected, found = theirs.state_dict(), load_full(Checkpoint.open(path), torch.float32).model.state_dict()
+    assert [key for key in found if not torch.equal(found[key], expected[key])] == []
+    theirs.set_experts_implementation("eager")
+    with torch.inference_mode():
+        logits = theirs.eval()(TOKENS, use_cache=False).logits[0]
+    assert torch.allclose(forward_logits(path, TOKENS), logits, rtol=0, atol=1e-5 * float(logits.abs().max()))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moetool.base.errors import UsageError
+from moetool.base.json_files import read_json
 from moetool.models.files.tensor_index import Tensor
 from moetool.models.weights.awq import Awq
 from moetool.models.weights.format import StoredWeight, UnclaimedTensors, WeightFormat, as_dense
@@ -27,6 +28,9 @@ _AUTO_ROUND_GPTQ = {
     "auto_round:gptqmodel": "gptq_v2",
 }
 """AutoRound's packings of integers, and the GPTQ version with the same zero points."""
+_ENTRIES = ("quantization_config", "compression_config")
+_MODELOPT = "hf_quant_config.json"
+"""Older releases of ModelOpt describe the weights here alone."""
 _QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "I32")
 _PARTS = (".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_global_scale", ".scales", ".g_idx")
 
@@ -135,12 +139,18 @@ class Quantization:
 
 
 def quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | None:
-    """Quantization of a checkpoint from its config.json; None if it is not quantized.
+    """Quantization of a checkpoint from its config.json, or ModelOpt's hf_quant_config.json; None if there is none.
 
     Raises:
         UsageError: its quantization is not supported, or a value is of the wrong kind.
+        MismatchError: hf_quant_config.json is damaged.
     """
+    where = "quantization_config in config.json"
     try:
+        if (file := path / _MODELOPT).is_file() and not any(config.get(key) for key in _ENTRIES):
+            where = f"quantization in {_MODELOPT}"
+            own = read_json(file, advice="download the model again").get("quantization")
+            config = {**config, _ENTRIES[0]: {"quant_method": "modelopt", **own}} if own else config
         found = _quantization_of(config, path)
         for names in () if found is None else (found.ignore, *(group.names for group in found.groups)):
             for name in names:
@@ -148,17 +158,14 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | Non
         return found
     except (TypeError, ValueError, AttributeError, LookupError, re.error) as error:
         raise UsageError(
-            f"{path}: a value of quantization_config in config.json is of the wrong kind ({error}); download the model "
-            "again"
+            f"{path}: a value of {where} is of the wrong kind ({error}); download the model again"
         ) from None
 
 
 def _quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | None:
     text = config.get("text_config")
     inner = text if isinstance(text, Mapping) else {}
-    found = next(
-        (c[key] for c in (config, inner) for key in ("quantization_config", "compression_config") if c.get(key)), None
-    )
+    found = next((c[key] for c in (config, inner) for key in _ENTRIES if c.get(key)), None)
     if found is None:
         return None
     if not isinstance(found, Mapping):
@@ -170,6 +177,8 @@ def _quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | No
             f"{', '.join(METHODS)}; use the unquantized model"
         )
     ignore = tuple(map(str, found.get("modules_to_not_convert") or ()))
+    if method == "modelopt":
+        ignore = tuple(map(str, found.get("ignore") or found.get("exclude_modules") or ()))
     if method == "compressed-tensors":
         return _compressed_tensors(found, path)
     groups = {
@@ -179,12 +188,12 @@ def _quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | No
         "gptq": lambda: _gptq(found, path),
         "awq": lambda: [_awq(found, path)],
         "auto-round": lambda: _auto_round(found, path),
-        "modelopt": lambda: [_modelopt(found, path)],
+        "modelopt": lambda: _modelopt(found, path),
     }[method]()
     if method == "fp8" and "fp4" in (c.get("expert_dtype") for c in (found, config, inner)):
         experts = Fp8Block(_block(found.get("weight_block_size"), path), four_bits=True)
         groups.append(Targets(names=(r"re:.*\.experts\.\d+\.",), format=experts))
-    patterns = tuple(f"re:.*{re.escape(name)}" for name in ignore)
+    patterns = tuple("re:.*" + ".*".join(map(re.escape, name.split("*"))) for name in ignore)
     return Quantization(method=method, groups=tuple(groups), ignore=patterns)
 
 
@@ -273,12 +282,20 @@ def _auto_round(found: Mapping[str, Any], path: Path) -> list[Targets]:
     return groups
 
 
-def _modelopt(found: Mapping[str, Any], path: Path) -> Targets:
-    algorithm = found.get("quant_algo")
-    formats: dict[Any, WeightFormat] = {"NVFP4": Nvfp4(), "FP8": Scaled("tensor")}
-    if algorithm not in formats:
-        raise UsageError(f"{path} is quantized by modelopt to {algorithm}, expected one of {', '.join(formats)}")
-    return Targets(names=("Linear",), format=formats[algorithm])
+def _modelopt(found: Mapping[str, Any], path: Path) -> list[Targets]:
+    formats: dict[Any, WeightFormat] = {"NVFP4": Nvfp4(), "W4A16_NVFP4": Nvfp4(), "FP8": Scaled("tensor")}
+    mixed = found.get("quantized_layers") or {}
+    modules: dict[Any, list[str]] = {values.get("quant_algo"): [] for values in mixed.values()}
+    for name, values in mixed.items():
+        modules[values.get("quant_algo")].append(name)
+    if not mixed or found.get("quant_algo") != "MIXED_PRECISION":
+        modules = {found.get("quant_algo"): ["Linear"]}
+    if others := sorted(str(algorithm) for algorithm in modules.keys() - formats.keys()):
+        raise UsageError(
+            f"{path} is quantized by modelopt to {others[0]}, expected {', '.join(formats)} or MIXED_PRECISION of "
+            "these; use the unquantized model"
+        )
+    return [Targets(names=tuple(names), format=formats[algorithm]) for algorithm, names in modules.items()]
 
 
 def _compressed_tensors(found: Mapping[str, Any], path: Path) -> Quantization:
