@@ -11,6 +11,7 @@ from moetool.base import plugins
 from moetool.base.errors import UsageError
 from moetool.base.tables import numbered
 from moetool.bench.bench_result import BenchResult, Row, not_measured, recorded, table
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.policy_table import spaced_requests
 from moetool.simulation.simulation_results import interval
 from moetool.trace.edit import select
@@ -131,6 +132,27 @@ def tables(made: BenchResult) -> Iterator[Any]:
         title = f"{trace}: match of the top-k one layer ahead, mean ± 95 % interval of {seeds}"
         yield table(title, rows, columns)
     yield from not_measured(made, lambda row: f"{row['predictor']} on {row['trace']}")
+
+
+def figures(made: BenchResult) -> dict[str, ExperimentResult]:
+    """The match one layer ahead of every predictor: a figure per trace and task."""
+    found = {}
+    scored = [row for row in made.rows if "seed" in row]
+    for trace, task in dict.fromkeys((row["trace"], row["task"]) for row in scored):
+        values: dict[str, list[float]] = {}
+        for row in made.of(trace=trace, task=task):
+            values.setdefault(row["predictor"], []).append(row["match"])
+        found[f"predictors-{trace}-{task}"] = ExperimentResult(
+            values=dict(sorted(values.items(), key=lambda one: -sum(one[1]))),
+            what="match of the top-k one layer ahead",
+            unit="",
+            on=f"{trace}, {_TASKS[task]}",
+            highest_best=True,
+        )
+    return found
+
+
+_TASKS = {"known": "other requests of its tasks", "other": "a task that it was not trained on"}
 
 
 def _mean(rows: Sequence[Row], name: str) -> str | None:

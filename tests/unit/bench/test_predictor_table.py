@@ -8,7 +8,7 @@ import pytest
 from moetool.base import plugins
 from moetool.base.errors import UsageError
 from moetool.bench import predictor_table
-from moetool.bench.predictor_table import PredictorTableOptions, bench_predictors, tables
+from moetool.bench.predictor_table import PredictorTableOptions, bench_predictors, figures, tables
 from moetool.trace.reader import Trace
 from moetool.training.evaluate import evaluate
 from moetool.training.fit_options import FitOptions
@@ -52,6 +52,9 @@ def test_rows_are_evaluations_of_each_seed(routes: Path, tmp_path: Path, monkeyp
         names[:3], key=lambda name: sum(row["match"] for row in made.of(predictor=name, task="known"))
     )
     assert "promoe on routes" in found[1] and "hidden" in found[1]
+    figure = figures(made)["predictors-routes-other"]
+    assert set(figure.values) == {*names[:3]}
+    assert figure.values["path_mlp"] == [row["match"] for row in made.of(predictor="path_mlp", task="other")]
     (row,) = made.of(predictor="path_mlp", seed=0, task="known")
     made.rows.append({**row, "seed": 2, "epochs": 7})
     assert any("1, 1, 7" in cells for cells in next(tables(made)).rows)  # every seed's, where they differ
