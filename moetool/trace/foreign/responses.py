@@ -276,6 +276,7 @@ def write_responses(
             file.write(json.dumps(response, ensure_ascii=False) + "\n")
     return [
         f"{format} has no weights, logits, embeddings or tasks, and does not record which requests ran together",
+        "no token ids are written: a trace lacks that of an answer's last token, which was not forwarded",
         f"{num_layers} layers, zeros in those without experts; an answer's number of new tokens includes the last one, "
         f"which has no row",
     ]
