@@ -17,6 +17,7 @@ from moetool.capture.job import CHUNK_TOKENS, CapturePlan, Item, row_bytes
 from moetool.models.loading import LoadedModel
 from moetool.runtime.decoding import Batch
 from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.loop.own_caches import open_batcher
 from moetool.runtime.recording.recorder import GateRecorder
 from moetool.runtime.request import SamplingParams
@@ -120,6 +121,9 @@ class BatchRun:
             loaded.model, max_requests=most, kv_tokens=kv_tokens, max_batch_tokens=self._chunk_tokens
         )
         self._batcher.on_forward = self._on_forward
+        pool = loaded.pool
+        if isinstance(self._batcher, Batcher) and isinstance(pool, ExpertRuntime) and loaded.device.type == "cpu":
+            self._batcher.record_steps(loaded.layers, pool)
         options = plan.options
         self._recorder = (
             None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moetool.base.errors import CapacityError, UsageError
+from moetool.base.types import Phase
 from moetool.capture.automatic import CaptureMemory
 from moetool.capture.job import Item, ReadPrompts, plan_capture
 from moetool.capture.resume import open_stage
@@ -20,7 +21,9 @@ from moetool.models.loading import load_full
 from moetool.prompts import gather as prompt_sets
 from moetool.prompts.gather import Prompt
 from moetool.runtime.budget import footprint
+from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.serve_options import ServeOptions
+from moetool.runtime.steps.recorded_steps import RecordedSteps
 from moetool.trace.reader import Trace
 from tests import families
 from tests.refusals import refused
@@ -185,6 +188,26 @@ def test_a_bad_prompt_is_left_out_and_the_others_are_captured(
     assert (made.requests, made.skipped, len(made.refused)) == (2, 1, 1)
     assert texts[bad].prompt_id in made.refused[0] and str(last_L[bad]) in made.refused[0]
     assert Trace(tmp_path / "t").manifest["provenance"]["refused"] == 1
+
+
+def test_decoded_rows_of_a_program_are_those_of_the_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, programs, run, rows = ("topk", "logits", "hidden"), list[int](), RecordedSteps.run, list[Any]()
+    options = CaptureOptions(dtype="bfloat16", device="cpu", max_new_tokens=4, threads=1, keep=keep)
+
+    def counted(recorded: RecordedSteps, ids: torch.Tensor, *given: Any) -> torch.Tensor:
+        programs.append(ids.shape[1])
+        return run(recorded, ids, *given)
+
+    monkeypatch.setattr(RecordedSteps, "run", counted)
+    for name in ("program", "modules"):
+        made = capture_with_options("reference", _prompts(2), tmp_path / name, options)
+        rows.append(_rows(Trace(made.out), columns=("weights", "logits", "hidden")))
+        monkeypatch.setattr(Batcher, "record_steps", lambda *given: None)
+    decoded = rows[0].phase_T == Phase.DECODE
+    assert sum(programs) == decoded.sum() and (rows[0].token_id_T == rows[1].token_id_T).all()
+    for column in ("weights_TS", "logits_TF", "hidden_TH"):
+        first, second = (getattr(each, column)[decoded].astype(np.float32) for each in rows)
+        assert np.abs(first - second).mean() < 0.02 * np.abs(second).mean()
 
 
 def test_memory_and_composition_are_chosen_and_reused(tmp_path: Path) -> None:

@@ -158,8 +158,8 @@ class GateRecorder:
         return {name: tensors for name, tensors in columns.items() if tensors is not None}
 
     def _on_routes(self, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
-        self._experts.append(experts_TK)
-        self._weights.append(weights_TK)
+        self._experts.append(_kept(experts_TK))
+        self._weights.append(_kept(weights_TK))
 
     def _on_router(self, layer: MoeLayer) -> Any:
         following = self._layers[layer.index + 1 : layer.index + 1 + self._distance]
@@ -168,9 +168,9 @@ class GateRecorder:
             if is_unrecorded():
                 return
             if self._logits is not None:
-                self._logits.append(read_logits(layer, output, self._family))
+                self._logits.append(_kept(read_logits(layer, output, self._family)))
             if self._hidden is not None:
-                self._hidden.append(args[0].reshape(-1, args[0].shape[-1]))
+                self._hidden.append(_kept(args[0].reshape(-1, args[0].shape[-1])))
             if self._ahead is not None:
                 self._ahead.append(self._look_ahead(following, args, kwargs))
 
@@ -193,6 +193,11 @@ class GateRecorder:
 
     def _on_embedding(self, module: Any, args: Any, output: torch.Tensor) -> None:
         self._embedding = output.reshape(-1, output.shape[-1])
+
+
+def _kept(values: torch.Tensor) -> torch.Tensor:
+    """A copy on a CPU, where the next layers of a recorded step use the same memory."""
+    return values.clone() if values.device.type == "cpu" else values
 
 
 def _join(forwards: list[list[torch.Tensor]]) -> torch.Tensor:
