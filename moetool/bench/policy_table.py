@@ -12,8 +12,8 @@ from moetool.base.errors import UsageError, unknown_name
 from moetool.base.tables import TextTable, percent
 from moetool.bench.bench_result import BenchResult, Row, recorded
 from moetool.bench.experiment_figure import ExperimentResult
+from moetool.caching.layer_slots import policy_label
 from moetool.caching.policy import slots_within
-from moetool.caching.policy_changes import PolicyChoice
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import servable, too_large
 from moetool.tuning.replay import ReplayRow, ReplaySetup
@@ -265,7 +265,7 @@ def _rows(trace: Trace, start: str, chosen: ChosenRequests, options: PolicyTable
         yield from (row(found.policy, found) for found in replay_with_jobs(trace, [*fit, BOUND], [budget], setup))
         if slots_within(spec, budget) >= spec.num_layers:
             for found in replay_with_jobs(trace, BY_LAYER, [budget], replace(setup, pool="layer")):
-                yield row(PolicyChoice(found.policy, "layer").name, found)
+                yield row(policy_label(found.policy, "layer"), found)
 
 
 def _half_interval(requests: Sequence[tuple[int, int]]) -> float | None:

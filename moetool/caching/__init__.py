@@ -8,7 +8,6 @@ layer_slots                  slots guaranteed to each layer
 host_split                   misses that the host computes, by policies that split them themselves
 machine_split                the same above any policy, by the time of link, host and device
 prediction_thread            a predictor beside the model
-policy_changes               another policy while a server runs
 plan                         cache plans
 decision_digest              comparison of `replay` with `serve`
 """

@@ -11,6 +11,11 @@ POOL_FORMS = {"one": "one pool", "layer": "equal slots per layer", "mixed": "hal
 """Forms of a pool by option value, and their names for tables."""
 
 
+def policy_label(policy: str, form: str) -> str:
+    """Return the name of a policy and of its form of a pool, for tables."""
+    return policy + {"one": "", "layer": " by layer"}.get(form, f", {form}")
+
+
 def require_pool_form(name: str, form: str, known: Collection[str] = tuple(POOL_FORMS)) -> None:
     """Raise UsageError if an option's form of a pool is unknown."""
     if form not in known:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moetool.base import tables
 from moetool.base.json_files import JsonRecord
 from moetool.base.tables import TextTable
-from moetool.caching.policy_changes import PolicyChoice
+from moetool.caching.layer_slots import policy_label
 from moetool.report.html_page import Section, render_page
 from moetool.tuning.advice import Advice, MemoryLine
 from moetool.tuning.advice_counts import HOT_SHARE
@@ -54,7 +54,7 @@ def _cache(advice: Advice) -> Answer | None:
     if not known:
         return None
     parts = [
-        f"{PolicyChoice(line.policy or '', line.pool).name} at {_share(line)} ({_percent(line.hit_rate)} hits)"
+        f"{policy_label(line.policy or '', line.pool)} at {_share(line)} ({_percent(line.hit_rate)} hits)"
         for line in known
     ]
     return Answer(question="Which cache policy?", answer=", ".join(parts), evidence=_where(advice, replayed=True))
@@ -68,7 +68,7 @@ def _distance(advice: Advice) -> Answer | None:
     most, line = max(gaps, key=lambda gap: gap[0])
     verdict = "a better eviction policy can gain little"
     if most > _NEAR_POINTS:
-        tried = {PolicyChoice("foresight", form).name for form in ("one", "layer")} & set(line.rows)
+        tried = {policy_label("foresight", form) for form in ("one", "layer")} & set(line.rows)
         verdict = "a trained predictor may close part of it" if tried else "try --policy foresight, which predicts"
     return Answer(
         question="How far from the best possible?",

@@ -15,11 +15,10 @@ from moetool.base import durable
 from moetool.base.errors import MismatchError, UsageError
 from moetool.base.families import require_substitutable
 from moetool.caching.devices import DevicePolicies, Pool, build_policies, open_pool, split_slots
-from moetool.caching.layer_slots import SHARES, equal_slots, scaled_down
+from moetool.caching.layer_slots import SHARES, equal_slots, policy_label, scaled_down
 from moetool.caching.machine_split import MachineSplit
 from moetool.caching.plan import CachePlan
 from moetool.caching.policy import Policy, build_policy, policy_class
-from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, LoadedModel, load_lazy, parse_devices, parse_dtype, use_threads
@@ -34,7 +33,7 @@ from moetool.runtime.loop.engine import Engine
 from moetool.runtime.loop.own_caches import OwnCaches, open_batcher
 from moetool.runtime.loop.split_guard import SplitGuard
 from moetool.runtime.policy_state import Learned, restore_state, save_state
-from moetool.runtime.recording.live_oracle import CANDIDATES, LiveOracle, OraclePolicies
+from moetool.runtime.recording.live_oracle import LiveOracle, OraclePolicies
 from moetool.runtime.returned_memory import release_code, return_freed_memory, trim_heap
 from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.split_costs import split_costs
@@ -158,10 +157,7 @@ def build_engine(
         )
         split = MachineSplit(loaded.spec) if splits else None
         residency = open_pool(policies, layer_slots=layer_slots, split=split)
-        single, changes = residency.residencies[0], None
-        plain = predicts is None and kind.lossless and built.columns <= {"experts"}
-        if options.change_policy and options.devices == 1 and plain and not built.computes_on_host:
-            learned = changes = PolicyChanges(single, PolicyChoice(name, options.pool or "one"), policy_options)
+        single = residency.residencies[0]
         store = open_stores(loaded, residency, options.io_threads, options.host_memory_bytes or None, hosts=splits)
         undo.callback(store.close)
         if split is not None:
@@ -172,10 +168,7 @@ def build_engine(
             facts["host_compute"] = split.to_json()
         save: Callable[[], None] | None = None if state is None else partial(save_state, state, name, learned)
         if options.warm_start and log is None and state is None and options.devices == 1:
-            if options.remember_policy and changes is not None:
-                warm = WarmStart.of_all(changes, lambda: single.residents, residency.num_slots)
-            else:
-                warm = WarmStart(loaded.spec, name, learned, lambda: single.residents)
+            warm = WarmStart(loaded.spec, name, learned, lambda: single.residents)
             load_residents(warm.restore(), residency, store)
             save = warm.save
         order = ""
@@ -197,20 +190,10 @@ def build_engine(
             save=save,
         )
         engine.host_order = order
-        serving = PolicyChoice(name, options.pool or "one").name
-        others = OraclePolicies(serving=serving, candidates=CANDIDATES if changes is not None else ())
+        others = OraclePolicies(serving=policy_label(name, options.pool or "one"))
         if plan is not None:
             others = replace(others, plan=plan.policy, plan_options=plan.options)
-        oracle = LiveOracle(
-            loaded.spec,
-            residency.num_slots,
-            runtime.window,
-            others,
-            options.oracle_s,
-            on_choice=engine.change_policy,
-            changes=changes,
-        )
-        engine.compare_with(oracle, changes)
+        engine.compare_with(LiveOracle(loaded.spec, residency.num_slots, runtime.window, others, options.oracle_s))
         if split is not None:
             engine.split_misses(split, SplitGuard() if options.host_compute == "auto" else None)
         if shares_memory and budget.kept_slots < slots:

@@ -18,7 +18,6 @@ from moetool.prediction.token_memory import compile_loops
 from moetool.runtime.budget import AUTO, Budget, Wishes, divide_memory, every_slot_bytes, this_machine
 from moetool.runtime.expected_reads import ExpectedSplit, MissCurve
 from moetool.runtime.serve_options import ServeOptions
-from moetool.runtime.warm_start import policy_in_force
 
 _LOG = logging.getLogger(__name__)
 _HOST_SHARE = 0.8  # of the free host memory beside a GPU that experts may take
@@ -63,8 +62,7 @@ def choose(
         process_memory_bytes: limit of this process's resident memory, on a CPU (default: as control groups and free
             memory allow).
         predictor_bytes: device memory of the policy's predictor (`moetool.runtime.assembly.predictor_bytes`).
-        policy: cache policy; `auto` is the policy in force at the end of the last run, else the best one without a
-            trained predictor. Unless set otherwise, `auto` starts warm and may switch policies.
+        policy: cache policy; `auto` is the best one without a trained predictor and, unless set otherwise, starts warm.
 
     Raises:
         UsageError: the option does not accept a value.
@@ -90,16 +88,8 @@ def choose(
     if every and "host_memory_bytes" not in values:
         chosen.pop("host_memory_bytes", None)
     if automatic:
-        for name in ("change_policy", "remember_policy"):
-            chosen.setdefault(name, True)
         policy, why["policy"] = _policy(budget.base_slots, spec.total_experts)
         if chosen.get("devices", 1) == 1 and not every and budget.base_slots >= MIN_SLOTS * spec.num_layers:
-            begins = chosen["warm_start"] and chosen["change_policy"] and chosen["remember_policy"]
-            if begins and values.keys().isdisjoint(("policy", "pool", "state")):
-                kept = policy_in_force(spec, budget.slots)
-                if kept is not None and (kept.policy != "foresight" or policy == "foresight"):
-                    policy, chosen["pool"] = kept.policy, kept.pool
-                    why["policy"] = "policy that was in force at the end of the last run"
             chosen.setdefault("pool", "layer")
     memory = machine.limit_bytes if device_memory_bytes is None else budget.device_bytes
     choices = [

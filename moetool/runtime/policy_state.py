@@ -33,13 +33,11 @@ def save_state(
     name: str,
     policy: Learned,
     residents: Sequence[int] | None = None,
-    facts: Mapping[str, str] | None = None,
 ) -> None:
     """Write the learned state of policy `name` atomically; write nothing if it has none.
 
     Args:
         residents: keys of resident experts, stored too.
-        facts: strings for `read_facts`, stored too.
 
     Raises:
         MoetoolError: the disk failed. The previous file stays intact.
@@ -49,7 +47,7 @@ def save_state(
         arrays = {**arrays, _RESIDENTS: np.asarray(residents, np.int64)}
     if not arrays:
         return
-    metadata = {**(facts or {}), "kind": _KIND, "policy": name, "revision": policy.spec.revision}
+    metadata = {"kind": _KIND, "policy": name, "revision": policy.spec.revision}
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         safetensors.numpy.save_file(arrays, partial, metadata)
@@ -70,26 +68,16 @@ def _remove_left(path: Path) -> None:
             partial.unlink(missing_ok=True)
 
 
-def read_facts(path: Path, name: str, revision: str) -> dict[str, str]:
-    """Facts that `save_state` kept for policy `name`; empty if the file is missing or damaged."""
+def read_array(path: Path, name: str, revision: str, array_name: str) -> np.ndarray | None:
+    """One array of the state that `save_state` kept for policy `name`; None if it or the file is missing or damaged."""
     try:
         require_regular(path)
         with safetensors.safe_open(path, framework="numpy") as file:
-            facts: dict[str, str] = file.metadata() or {}
-    except (OSError, ValueError, safetensors.SafetensorError, MoetoolError):
-        return {}
-    expected = {"kind": _KIND, "policy": name, "revision": revision}
-    return facts if expected.items() <= facts.items() else {}
-
-
-def read_array(path: Path, name: str, revision: str, array_name: str) -> np.ndarray | None:
-    """One array of the state that `save_state` kept for policy `name`; None if it or the file is missing or damaged."""
-    if not read_facts(path, name, revision):
-        return None
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
+            expected = {"kind": _KIND, "policy": name, "revision": revision}
+            if not expected.items() <= (file.metadata() or {}).items():
+                return None
             found: np.ndarray = file.get_tensor(array_name)
-    except (OSError, ValueError, safetensors.SafetensorError):
+    except (OSError, ValueError, safetensors.SafetensorError, MoetoolError):
         return None
     return found
 

@@ -76,10 +76,6 @@ class ServeOptions:
             cache`). Off while a gate log is written, so that its replay begins as the server did.
         oracle_s: seconds between comparisons with LRU, the plan's policy and Belady on the server's most recent events,
             for `/stats` and the log (0: no comparison).
-        change_policy: switch to another policy without a predictor if these comparisons show that it loads clearly
-            fewer experts. Needs one device.
-        remember_policy: with `warm_start` and `change_policy`: keep the name of the current policy and the state of
-            each; `moetool.runtime.automatic.choose` starts with them next time.
         state: file that keeps the policy's learned state between runs (empty: none).
         log_segment_s: seconds after which `--log` closes a segment. Closed segments can be read and survive a kill.
     """
@@ -114,8 +110,6 @@ class ServeOptions:
     host_compute: str = "auto"
     warm_start: bool = False
     oracle_s: float = 60.0
-    change_policy: bool = False
-    remember_policy: bool = False
     state: str = ""
     log_segment_s: float = 10.0
 

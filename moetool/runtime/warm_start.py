@@ -1,8 +1,8 @@
-"""Warm-start state in the user's cache folder: residents, policy statistics and the policy in force."""
+"""Warm-start state in the user's cache folder: residents and policy statistics."""
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,7 @@ from moetool.base import durable
 from moetool.base.assets import cache_folder
 from moetool.base.errors import MoetoolError
 from moetool.base.types import ModelSpec
-from moetool.caching.policy_changes import CombinedPolicyState, PolicyChanges, PolicyChoice
-from moetool.runtime.policy_state import Learned, read_array, read_facts, restore_state, save_state
-from moetool.runtime.recording.live_oracle import CANDIDATES
+from moetool.runtime.policy_state import Learned, read_array, restore_state, save_state
 
 _LOG = logging.getLogger(__name__)
 MOST_BYTES = 1 << 30
@@ -22,11 +20,6 @@ MOST_BYTES = 1 << 30
 _SUFFIX = ".warm.safetensors"
 PREFIXES_SUFFIX = ".prefixes"
 _COSTS_SUFFIX = ".costs.json"
-_ALL = "auto"
-"""Policy name in a file with the state of all policies that may take over, and the one in force at the end."""
-_REMEMBERED = (*CANDIDATES, PolicyChoice("lru"))
-_LEAST_RATIO = 0.8
-"""Smallest ratio of two pool sizes for which one policy is assumed best for both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,28 +52,14 @@ def kept_models(
     return sorted(found, key=lambda kept: -kept.changed)
 
 
-def policy_in_force(spec: ModelSpec, num_slots: int) -> PolicyChoice | None:
-    """The policy in force at the end of the model's last server, among those that may take over.
-
-    None if none is kept, its file is damaged, or its pool had another size.
-    """
-    facts = read_facts(_file(spec, _ALL), _ALL, spec.revision)
-    slots = int(text) if (text := facts.get("slots", "")).isdecimal() else 0
-    if not _LEAST_RATIO <= num_slots / max(slots, 1) <= 1 / _LEAST_RATIO:
-        return None
-    kept = (facts.get("in_force"), facts.get("pool"))
-    return next((choice for choice in _REMEMBERED if (choice.policy, choice.pool) == kept), None)
-
-
 def kept_routes(spec: ModelSpec) -> np.ndarray | None:
     """Expert keys [N, sum of top-k] of the newest tokens that a server of the model kept; None if there are none."""
-    for policy, array_name in ((_ALL, "foresight/path_RP"), ("foresight", "path_RP")):
-        routes_NP = read_array(_file(spec, policy), policy, spec.revision, array_name)
-        if routes_NP is not None and routes_NP.shape[1:] == (sum(spec.top_k_L),) and routes_NP.dtype.kind == "i":
-            layer_P = np.repeat(np.arange(spec.num_layers), spec.top_k_L)
-            known = (routes_NP // spec.num_experts == layer_P).all(axis=1)
-            return np.asarray(routes_NP[known])
-    return None
+    routes_NP = read_array(_file(spec, "foresight"), "foresight", spec.revision, "path_RP")
+    if routes_NP is None or routes_NP.shape[1:] != (sum(spec.top_k_L),) or routes_NP.dtype.kind != "i":
+        return None
+    layer_P = np.repeat(np.arange(spec.num_layers), spec.top_k_L)
+    known = (routes_NP // spec.num_experts == layer_P).all(axis=1)
+    return np.asarray(routes_NP[known])
 
 
 def prefix_file(spec: ModelSpec, dtype: object, device: object) -> Path:
@@ -107,14 +86,13 @@ def _name(spec: ModelSpec) -> str:
 
 
 class WarmStart:
-    """State file of one checkpoint, by name and revision, and of one policy or all that may take over.
+    """State file of one checkpoint, by name and revision, and of one policy.
 
     Two servers of one model each replace the whole file; the later one wins.
 
     Args:
         learned: the policy, or those of several devices.
         residents: returns the keys with a slot, the longest resident first.
-        facts: returns values kept with it.
     """
 
     def __init__(
@@ -123,22 +101,10 @@ class WarmStart:
         policy: str,
         learned: Learned,
         residents: Callable[[], Collection[int]],
-        facts: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self.path = _file(spec, policy)
-        self._policy, self._learned, self._residents, self._facts = policy, learned, residents, facts
+        self._policy, self._learned, self._residents = policy, learned, residents
         self._warned = False
-
-    @classmethod
-    def of_all(cls, changes: PolicyChanges, residents: Callable[[], Collection[int]], num_slots: int) -> "WarmStart":
-        """The file of all policies that may take over, and of the one in force (`policy_in_force`)."""
-        known = {changes.current.policy, *(choice.policy for choice in _REMEMBERED)}
-
-        def facts() -> dict[str, str]:
-            now = changes.current
-            return {"in_force": now.policy, "pool": now.pool, "slots": str(num_slots)}
-
-        return cls(changes.spec, _ALL, CombinedPolicyState(changes, known), residents, facts)
 
     def restore(self) -> Sequence[int]:
         """Restore the policy's state from earlier runs.
@@ -158,7 +124,7 @@ class WarmStart:
         """Replace the file, and keep the folder's warm state within its limit. A disk failure only causes a warning."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            save_state(self.path, self._policy, self._learned, list(self._residents()), self._facts())
+            save_state(self.path, self._policy, self._learned, list(self._residents()))
             total = 0
             for kept in kept_models([_SUFFIX]):
                 total += kept.num_bytes

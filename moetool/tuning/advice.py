@@ -13,8 +13,8 @@ import numpy as np
 from moetool.base.config import SHARE, Span, require_within
 from moetool.base.errors import UsageError
 from moetool.base.tables import numbered, percent
+from moetool.caching.layer_slots import policy_label
 from moetool.caching.policy import MIN_SLOTS
-from moetool.caching.policy_changes import PolicyChoice
 from moetool.trace.expert_counts import ExpertCounts
 from moetool.trace.reader import Trace
 from moetool.tuning.advice_counts import (
@@ -353,7 +353,7 @@ def _line(
         bound=bound.counts.hit_rate,
         loads=shown.loads_per_decode_token if decodes else None,
         bound_loads=bound.loads_per_decode_token if decodes else None,
-        rows={PolicyChoice(name, form).name: row.counts.hit_rate for (name, form), row in found.items()},
+        rows={policy_label(name, form): row.counts.hit_rate for (name, form), row in found.items()},
         lookahead=ahead,
         prefetch=tuple(links),
     )

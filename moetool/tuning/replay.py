@@ -22,7 +22,6 @@ from moetool.caching.devices import build_policies, open_pool, split_bytes, spli
 from moetool.caching.layer_slots import SHARES, equal_slots, require_pool_form, scaled_down
 from moetool.caching.machine_split import MODES, MachineSplit, SplitCosts
 from moetool.caching.policy import Policy, SharedPredictor, policy_class, slots_within
-from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching.residency import Counts, Residency, Step, StepKind
 from moetool.costing.costs import CostProfile
 from moetool.costing.pricing import Prices, TimelineOptions, with_host_costs
@@ -173,7 +172,6 @@ class ReplaySetup:
         host_experts: experts that host memory holds, for the split; None: all.
         split_changes: recorded forwards, and whether the split is used from there on.
         devices: number of devices that share the model (`moetool.caching.devices`), with equal parts of the budget.
-        changes: recorded forwards, and the policy with its pool form from there on.
         reserved_slots: recorded forwards, and the slots reserved from there on (`moetool.caching.residency`).
         jobs: processes of `moetool.tuning.replay_jobs`; 0: one per processor for a large replay.
         on_progress: called with the activity, the replayed tokens and the total.
@@ -196,7 +194,6 @@ class ReplaySetup:
     host_experts: int | None = None
     split_changes: Sequence[tuple[int, int]] = ()
     devices: int = 1
-    changes: Sequence[tuple[int, PolicyChoice]] = ()
     reserved_slots: Sequence[tuple[int, int]] = ()
     jobs: int = 1
     on_progress: Callable[[str, int, int], None] = ignore_progress
@@ -447,14 +444,8 @@ class _Run:
         self._live = [policy for policy in policies if policy.live_costs]
         self._costs = deque(measured_costs(source.trace))  # of a server, each valid from a forward on
         self._late_ends = deque(source.late_ends)
-        self._changes = deque(setup.changes)
         self._reserved_slots = deque(setup.reserved_slots)
         self._split_changes = deque(setup.split_changes)
-        self._changing: PolicyChanges | None = None
-        if setup.changes:
-            self._changing = PolicyChanges(
-                self._residency.residencies[0], PolicyChoice(name), setup.options.get(name, {})
-            )
         self._bytes = [0, 0]  # prefill, decode
         self._host_bytes = [0, 0]
         self._phase = Phase.DECODE
@@ -495,9 +486,6 @@ class _Run:
         while self._split_changes and self._split_changes[0][0] <= info.recorded_id:
             assert self._split is not None
             self._split.active = bool(self._split_changes.popleft()[1])
-        while self._changes and self._changes[0][0] <= info.recorded_id:
-            assert self._changing is not None
-            self._changing.change(self._changes.popleft()[1])
         while self._reserved_slots and self._reserved_slots[0][0] <= info.recorded_id:
             self._residency.residencies[0].reserve_slots(self._reserved_slots.popleft()[1])
         steps = self._weigh(self._residency.begin_forward(info))
@@ -562,7 +550,7 @@ class _Run:
 
 
 def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
-    """Return a server's first policy, and its pool, options and changes.
+    """Return a server's policy, its pool and options, and what it changed.
 
     Raises:
         UsageError: several devices or another order are requested.
@@ -582,7 +570,6 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
         pool="one",
         pool_unit="slots",
         layer_slots=log.layer_slots,
-        changes=log.changes,
         reserved_slots=log.reserved_slots,
         misses=setup.misses if log.split is None else "both",
         split=setup.split if log.split is None else log.split,

@@ -8,10 +8,7 @@ from moetool.base import validation as check
 from moetool.base.config import parse
 from moetool.base.errors import MismatchError
 from moetool.base.types import ModelSpec
-from moetool.caching.layer_slots import POOL_FORMS
 from moetool.caching.machine_split import SplitCosts
-from moetool.caching.policy import policy_class
-from moetool.caching.policy_changes import PolicyChoice
 from moetool.trace.reader import Trace
 
 
@@ -22,7 +19,6 @@ class ServedDecisions:
     Attributes:
         policy, options: the first policy.
         layer_slots: guaranteed slots of each layer; empty: none.
-        changes: forwards, and the policy with its pool form from there on.
         reserved_slots: forwards, and the slots that hold no experts from there on.
         split: costs by which the host computed misses; None: the policy placed them.
         host_experts: experts that host memory held; None: all.
@@ -32,7 +28,6 @@ class ServedDecisions:
     policy: str
     options: Mapping[str, Any]
     layer_slots: tuple[int, ...]
-    changes: tuple[tuple[int, PolicyChoice], ...]
     reserved_slots: tuple[tuple[int, int], ...]
     split: SplitCosts | None
     host_experts: int | None
@@ -49,6 +44,10 @@ def read_decisions(trace: Trace) -> ServedDecisions:
     name, options, slots = made.get("policy"), made.get("options"), made.get("layer_slots")
     if trace.manifest["composition"]["kind"] != "log" or not isinstance(name, str) or made.get("devices") != 1:
         raise MismatchError(f"{trace.path} is not the log of a server with one device; name policies to replay instead")
+    if made.get("changes"):
+        raise MismatchError(
+            f"{trace.path}: the policy changed while its server ran, as earlier versions could; name policies to replay"
+        )
     for key, value, kind in (("options", options, dict), ("layer_slots", slots, list)):
         check.require(isinstance(value, kind), f"manifest.provenance.{key}", value, kind.__name__)
     _check_slots(trace.spec, slots)
@@ -59,7 +58,6 @@ def read_decisions(trace: Trace) -> ServedDecisions:
         policy=name,
         options=options,
         layer_slots=tuple(slots),
-        changes=_changes(made.get("changes", [])),
         reserved_slots=tuple(_by_forward("lent", made.get("lent", []), "a number of slots")),
         split=split,
         host_experts=host_experts,
@@ -80,22 +78,6 @@ def _split(found: Any) -> tuple[SplitCosts | None, int | None]:
     )
     check.require(held is None or (type(held) is int and held > 0), f"{at}.host_experts", held, "a number of experts")
     return costs, held
-
-
-def _changes(found: Any) -> tuple[tuple[int, PolicyChoice], ...]:
-    """Changes of the policy. Raises: MismatchError: the log is damaged."""
-    check.require(isinstance(found, list), "manifest.provenance.changes", found, "a list")
-    changes: list[tuple[int, PolicyChoice]] = []
-    for i, row in enumerate(found):
-        at = f"manifest.provenance.changes.{i}"
-        whole = isinstance(row, list) and len(row) == 3 and type(row[0]) is int and isinstance(row[1], str)
-        whole = whole and row[2] in tuple(POOL_FORMS)  # the value may be unhashable
-        check.require(whole, at, row, "a forward, a policy and the form of its pool")
-        check.require_whole(f"{at}.0", row[0], changes[-1][0] if changes else 0)
-        plain = policy_class(row[1]).needs <= {"experts"}
-        check.require(plain, f"{at}.1", row[1], "a policy that needs only experts")
-        changes.append((row[0], PolicyChoice(row[1], row[2])))
-    return tuple(changes)
 
 
 def late_ends(trace: Trace) -> list[tuple[int, int]]:

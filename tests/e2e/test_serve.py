@@ -168,7 +168,7 @@ def test_the_page_shows_the_server(client: openai.OpenAI, engine: Any) -> None:
     _complete(client, PROMPTS[0])
     eventually(lambda: engine.stats()["oracle"])
     stats = json.loads(get(url, "/stats")[2])
-    assert missing_fields("serverView", stats) == {"engine.policy_changes[0]", "oracle.candidates"}  # a fixed policy
+    assert not missing_fields("serverView", stats)
     if (chromium := shutil.which("chromium")) is None:
         pytest.skip("no chromium")
     shown = subprocess.run(

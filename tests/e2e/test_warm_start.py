@@ -5,10 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from moetool.caching.policy_changes import PolicyChoice
 from moetool.cli.main import app
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime import warm_start
@@ -97,59 +95,6 @@ def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(cache: Path, caplo
         assert not engine.residency.slot_of
         engine.close()
         assert path.read_bytes() != bad  # a whole file again
-
-
-IN_FORCE = ("lfu, equal slots per layer", "policy that was in force at the end of the last run")
-AS_BEFORE = ("foresight, equal slots per layer", "predicts from similar earlier tokens")
-
-
-def _end_under_lfu() -> dict[str, Any]:
-    """A server whose policy is taken over; gives what its last policy has learned."""
-    first = _open()
-    _hit_rate(first, 8)
-    assert first.change_policy(PolicyChoice("lfu", "layer"))
-    _hit_rate(first, 8)
-    first.close()
-    return first.residency.policy.state()
-
-
-def test_a_policy_that_took_over_is_in_force_at_the_next_start() -> None:
-    learned = _end_under_lfu()
-    second = _open(IN_FORCE[0])
-    assert _policy(_setup()) == IN_FORCE
-    kind, state = type(second.residency.policy).__module__, second.residency.policy.state()
-    assert kind.endswith(".lfu") and learned and all(np.array_equal(learned[name], state[name]) for name in learned)
-    assert len(second.residency.slot_of) == 64
-    assert second.change_policy(PolicyChoice("foresight", "layer"))
-    _hit_rate(second, 2)
-    second.close()
-    third = _open()  # foresight is in force again and knows what it learned in the first run
-    assert third.residency.policy.state()["past_use_A"].any() and len(kept_models()) == 1
-    third.close()
-
-
-def test_no_policy_is_in_force_without_its_file_or_where_the_user_says_otherwise() -> None:
-    _end_under_lfu()
-    for settings in (
-        {"remember_policy": False},
-        {"change_policy": False},
-        {"warm_start": False},
-        {"pool": "layer"},
-        {"policy": {"learn_every": 2}},
-        {"num_slots": 96},
-    ):
-        assert _policy(_setup(**settings)) == AS_BEFORE, settings
-    assert _policy(_setup(num_slots=72)) == IN_FORCE
-    path = kept_models()[0].path
-    good = path.read_bytes()
-    for bad in (b"", b"garbage" * 100, good[: len(good) // 2], good.replace(b'"in_force":"lfu"', b'"in_force":"./l"')):
-        assert bad != good
-        path.write_bytes(bad)
-        assert _policy(_setup()) == AS_BEFORE
-    path.write_bytes(good)
-    assert _policy(_setup()) == IN_FORCE
-    path.unlink()
-    assert _policy(_setup()) == AS_BEFORE
 
 
 def test_two_servers_of_one_model_leave_one_whole_file(cache: Path) -> None:

@@ -20,7 +20,6 @@ from moetool.base.errors import MoetoolError
 from moetool.base.types import ForwardInfo
 from moetool.caching.devices import Pool
 from moetool.caching.machine_split import MachineSplit
-from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching.residency import Counts, Residency
 from moetool.kernels.cpu.matmul import chosen_kernels
 from moetool.models.loading import LoadedModel
@@ -101,14 +100,11 @@ class Engine:
             self.residency.sink = log.on_step
             runtime.on_costs = log.on_costs
         self._oracle: LiveOracle | None = None
-        self._changes: PolicyChanges | None = None
         self._share: MemoryShare | None = None
         self.split: MachineSplit | None = None
         self._guard: SplitGuard | None = None
         self._splits = True  # the coming requests
         self._decoding = 0  # requests of this forward, if all of them decode
-        self._coming: list[PolicyChoice] = []  # in force from the next forward on
-        self._changed: list[dict[str, Any]] = []
         self._save = save
         self._saved = time.monotonic()
         self.batcher = batcher
@@ -134,22 +130,9 @@ class Engine:
         self._stored_dense_bytes = loaded.checkpoint.stored_dense_bytes
         self._dense_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters() if not tensor.is_meta)
 
-    def change_policy(self, choice: PolicyChoice) -> bool:
-        """Switch to another policy before the next forward, from any thread; returns whether it will be done."""
-        with self._wake:
-            if self._changes is None or self.state != "ready":
-                return False
-            self._commands.append(lambda: self._coming.append(choice))
-            self._wake.notify()
-        return True
-
-    def compare_with(self, oracle: LiveOracle, changes: PolicyChanges | None = None) -> None:
-        """Compare the policy with others while serving; the oracle starts and closes with the engine.
-
-        Args:
-            changes: switches policies (`change_policy`); None: the policy never changes.
-        """
-        self._oracle, self._changes = oracle, changes
+    def compare_with(self, oracle: LiveOracle) -> None:
+        """Compare the policy with others while serving; the oracle starts and closes with the engine."""
+        self._oracle = oracle
 
     def split_misses(self, split: MachineSplit, guard: SplitGuard | None) -> None:
         """Use the residency's split as long as `guard` finds that faster; None: always."""
@@ -314,9 +297,9 @@ class Engine:
 
         `prefetch_recall` is the share of needed experts not kept in cache that were prefetched, in time or late. Rates
         are null before the first event. `experts` counts uses and loads by layer and by expert (`expert_map`). `oracle`
-        compares the last forwards (`LiveOracle`), and `policy_changes` lists each new policy with its first forward.
-        `host_experts_read` is the order in which host memory is filled. `host_compute` has the costs by which the host
-        computes misses, whether it does, and measured steps relative to those without; null where it never does.
+        compares the last forwards (`LiveOracle`). `host_experts_read` is the order in which host memory is filled.
+        `host_compute` has the costs by which the host computes misses, which of them are assumed, whether it does, and
+        measured steps relative to those without; null where it never does.
         `recorded_steps` says whether decode steps run as programs (`moetool.runtime.steps`), or why not, and `kernels`
         which compiled products this process has (`chosen_kernels`); both null beside a GPU.
         """
@@ -329,7 +312,6 @@ class Engine:
             "hit_rate_by_layer": list(map(_share, by_layer["hits"], by_layer["needed"])),
             "experts": experts,
             "oracle": None if self._oracle is None else self._oracle.latest,
-            "policy_changes": list(self._changed),
             "prefetch_recall": _share(counts.prefetched, fetched),
             "prefetches_wasted": counts.wasted,
             "bytes_by_tier": {"disk": read.bytes_read, "host": read.host_bytes},
@@ -369,7 +351,8 @@ class Engine:
         if self.split is None:
             return None
         ended, ratio = (False, None) if self._guard is None else (self._guard.ended, self._guard.ratio)
-        return {**self.split.to_json(), "active": self.split.active, "ended": ended, "step_ratio": ratio}
+        more = {"active": self.split.active, "ended": ended, "step_ratio": ratio, "assumed": ["layer_s"]}
+        return {**self.split.to_json(), **more}
 
     def _recorded_steps(self) -> dict[str, Any] | None:
         if not isinstance(self.batcher, Batcher):
@@ -479,26 +462,11 @@ class Engine:
             self._at_begin = (batch.info, self.residency.counts, self.store.stats.stall_seconds)
         self._decoding = 0 if batch.info.prefill else len(batch.info.request_T)
         self._change_split(batch.info.forward_id)
-        self._change_policy(batch.info.forward_id)
         self._reserve_slots(batch.info)
         if self._log is not None:
             self._log.begin_forward(batch)
         self._routes.begin_forward(batch)
         self.runtime.begin_forward(batch.info)
-
-    def _change_policy(self, forward: int) -> None:
-        """Apply policy changes before this forward."""
-        coming, self._coming = self._coming, []
-        for choice in coming:
-            assert self._changes is not None
-            try:
-                self._changes.change(choice)
-            except (MoetoolError, ValueError) as error:  # e.g. a state that does not fit the policy's options
-                _LOG.warning("%s does not take over: %s", choice.name, error)
-                continue
-            self._changed.append({"forward": forward, "policy": choice.name})
-            if self._log is not None:
-                self._log.on_change(forward, choice)
 
     def _watch_split(self, guard: SplitGuard, seconds: float) -> None:
         """Note a step, and choose between requests whether the split serves the next ones."""

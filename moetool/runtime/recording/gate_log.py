@@ -25,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 from moetool.base import durable
 from moetool.base.errors import MoetoolError
 from moetool.caching.decision_digest import DecisionDigest
-from moetool.caching.policy_changes import PolicyChoice
 from moetool.caching.residency import Step
 from moetool.models.loading import LoadedModel
 from moetool.runtime.decoding import Batch
@@ -73,7 +72,6 @@ class ServeLog:
         self._batch: Batch | None = None
         self._digest = DecisionDigest()
         self._costs: list[tuple[int, float, float]] = []
-        self._changes: list[tuple[int, str, str]] = []
         self._splits: list[tuple[int, int]] = []
         self._reserved_slots: list[tuple[int, int]] = []
         self._ends: list[tuple[int, int]] = []
@@ -144,10 +142,6 @@ class ServeLog:
         """Record measured costs that apply from a forward on (`Policy.take_costs`)."""
         self._costs.append((forward, load_s, host_s))
 
-    def on_change(self, forward: int, choice: PolicyChoice) -> None:
-        """Record a policy change that applies from a forward on (`moetool.caching.policy_changes`)."""
-        self._changes.append((forward, choice.policy, choice.pool))
-
     def on_split(self, forward: int, splits: bool) -> None:
         """Record whether the host computes some misses from a forward on (`moetool.caching.machine_split`)."""
         self._splits.append((forward, int(splits)))
@@ -206,7 +200,6 @@ class ServeLog:
             "failed_forwards": self._failed_forwards,
             "reused_tokens": self._reused_tokens,
             **({"costs": list(self._costs)} if self._costs else {}),
-            **({"changes": list(self._changes)} if self._changes else {}),
             **({"splits": list(self._splits)} if self._splits else {}),
             **({"lent": list(self._reserved_slots)} if self._reserved_slots else {}),
             **({"ends": list(self._ends)} if self._ends else {}),
