@@ -22,11 +22,12 @@ from moetool.bench.serving_runs import phase_row, run_engine
 from moetool.bench.serving_setup import BenchModel, ServingBenchOptions, ServingSetup, open_setup
 from moetool.caching.policy import MIN_SLOTS, build_policy, policy_class
 from moetool.models.loading import load_full, parse_device
-from moetool.runtime.experts.copies import open_copies, stride_of
+from moetool.runtime.experts.copies import is_staged, open_copies, stride_of
 
 POLICIES = ("on_demand", "lru", "foresight", "duoserve", "finemoe", "smoe")
 _COPY_BYTES, _COPIES = 2**27, 8
 _OF_ROUTES = frozenset({"experts", "weights"})
+_SPLIT = ", split"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,9 @@ def bench_gpu(
     whether the model follows its own routers instead of published routes, and `why` it is not measured, or:
     `prefill_s`, seconds of the prompt's forward; `decode_s` and `decode_p95_s`, median and 95th percentile per decoded
     token; `moved_token_bytes` copied to the device per decoded token; `bound_s`, their time at the measured bandwidth;
-    `hit_rate` of decoding.
+    `hit_rate` of decoding. Means per decoded token: `policy_s` of the policy's decisions, `wait_s` for copies,
+    `hosted_s` of products on the host, and `rest_s`, the others: the device's work and its synchronization. Beside a
+    device, lru and foresight run with the split of misses too (`moetool.caching.machine_split`).
 
     Args:
         shapes: configs without weights; weights are random (`moetool.bench.random_checkpoint`).
@@ -89,7 +92,8 @@ def bench_gpu(
             name = Path(shape).name
             middle = sorted(options.shares)[len(options.shares) // 2 : len(options.shares) // 2 + 1]
             planned = [("all", 1.0, False), *([("transformers", 1.0, True)] if options.plain else [])]
-            planned += [(policy, share, False) for share in options.shares for policy in following]
+            both = [f"{name}{_SPLIT}" for name in following if name in ("lru", "foresight") and is_staged(where)]
+            planned += [(policy, share, False) for share in options.shares for policy in (*following, *both)]
             planned += [("all", 1.0, True), *((policy, share, True) for share in middle for policy in looking)]
             with contextlib.ExitStack() as stack:
                 setup: ServingSetup | None = None
@@ -137,6 +141,10 @@ def tables(made: BenchResult) -> Iterator[Any]:
             "prefill s": ("prefill_s", ".3f"),
             "ms/token": (lambda row: 1e3 * row["decode_s"], ".2f"),
             "p95": (lambda row: 1e3 * row["decode_p95_s"], ".2f"),
+            "decisions": ("policy_s", "ms"),
+            "waits": ("wait_s", "ms"),
+            "host": ("hosted_s", "ms"),
+            "rest": ("rest_s", "ms"),
             "ms/layer": (lambda row: layers and 1e3 * row["decode_s"] / layers, ".2f"),
             "MB/token": ("moved_token_bytes", "MB"),
             "bound ms": ("bound_s", "ms"),
@@ -145,6 +153,8 @@ def tables(made: BenchResult) -> Iterator[Any]:
         num_text=2,
     )
     yield "bound: time of the moved bytes at that bandwidth; (own): routes of the model's random routers"
+    yield "decisions, waits (for copies), rest (the device and its synchronization): mean ms a token"
+    yield "host: ms of products on the host, beside the others"
     yield from not_measured(made, lambda row: f"{row['shape']} {row['policy']} {percent(row['share'])}")
 
 
@@ -167,7 +177,7 @@ def _measure(cell: Row, setup: ServingSetup, device: torch.device, rate: float, 
         for _ in range(2):  # the first one warms up
             prefill_s, seconds = time_tokens(full.model, setup.workload.prompts[0], setup.workload.new_tokens)
         return _times(prefill_s, phase_row(seconds))
-    name = "lru" if cell["policy"] == "all" else cell["policy"]
+    name = "lru" if cell["policy"] == "all" else cell["policy"].removesuffix(_SPLIT)
     kind = policy_class(name)
     if kind.needs_predictor:
         raise MoetoolError(f"policy {name} needs a predictor of these routes")
@@ -181,14 +191,18 @@ def _measure(cell: Row, setup: ServingSetup, device: torch.device, rate: float, 
     run = run_engine(
         loaded,
         build_policy(name, loaded.spec, {}, slots),
-        setup.workload,
+        replace(setup.workload, splits=cell["policy"].endswith(_SPLIT)),
         io_threads=options.io_threads,
         forced=None if cell["routers"] else setup.forced,
         warm=build_policy(name, loaded.spec, {}, slots),  # host memory then holds the experts
         host_memory_bytes=None if cell["share"] == 1 else total * stride_of(stored_bytes),
     )
     moved = run["decode"]["mean_moved_bytes"]
-    times = _times(run["prefill"]["p50_s"], run["decode"])
+    times, decode = _times(run["prefill"]["p50_s"], run["decode"]), run["decode"]
+    count = len(decode["seconds"])
+    parts = {"policy_s": decode["booking_s"], "wait_s": decode["stall_s"], "hosted_s": decode["hosted_s"]}
+    times |= {name: seconds / count for name, seconds in parts.items()}
+    times["rest_s"] = decode["mean_s"] - times["policy_s"] - times["wait_s"]
     return {**times, "moved_token_bytes": moved, "bound_s": moved / rate, "hit_rate": run["hit_rate"]}
 
 

@@ -10,15 +10,18 @@ import numpy as np
 from moetool.base.errors import MoetoolError
 from moetool.bench.bench_result import Row
 from moetool.bench.forced_routes import ForcedRoutes
+from moetool.caching.machine_split import MachineSplit
 from moetool.caching.policy import Policy
 from moetool.caching.residency import Counts, Residency
 from moetool.models.loading import LoadedModel
 from moetool.runtime.decoding import Batch
 from moetool.runtime.experts.device_stores import fill_device, open_stores
 from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.store import ExpertStore
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.loop.own_caches import open_batcher
 from moetool.runtime.request import Output, SamplingParams
+from moetool.runtime.split_costs import measure
 
 _SPARE_TOKENS = 64  # whole pages of the cache, and a reserve
 
@@ -31,11 +34,13 @@ class Workload:
         prompts: token ids.
         new_tokens: tokens that each request generates; the first comes from the prompt's last forward.
         chunk_tokens: most prompt tokens of one forward; None: every prompt is one forward.
+        splits: whether the host computes some misses, by costs measured first.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: int
     chunk_tokens: int | None = None
+    splits: bool = False
 
     @property
     def longest_prompt(self) -> int:
@@ -55,6 +60,7 @@ def phase_row(
     ahead_bytes: float = 0.0,
     stall_s: float = 0.0,
     host_bytes: float = 0.0,
+    hosted_s: float = 0.0,
     booking_s: float = 0.0,
     cpu_s: float = 0.0,
 ) -> Row:
@@ -65,6 +71,7 @@ def phase_row(
         bytes_read: bytes that the store read; `ahead_bytes` of them were prefetched.
         stall_s: seconds that the model's thread waited for bytes.
         host_bytes: bytes that came from host memory.
+        hosted_s: seconds of products on the host, which may overlap all others.
         booking_s: seconds of the policy and the residency on that thread, prediction included.
         cpu_s: CPU seconds of all threads; other processes affect it less.
     """
@@ -75,6 +82,7 @@ def phase_row(
         "ahead_bytes": ahead_bytes,
         "stall_s": stall_s,
         "host_bytes": host_bytes,
+        "hosted_s": hosted_s,
         "booking_s": booking_s,
         "cpu_s": cpu_s,
         "mean_s": spent / count,
@@ -141,8 +149,12 @@ def run_engine(
         kv_tokens=workload.kv_tokens,
         max_batch_tokens=workload.chunk_tokens or max(512, workload.longest_prompt),
     )
-    residency = _Booked(policy if warm is None else warm, layer_slots=layer_slots)
-    store = open_stores(loaded, residency, io_threads, host_memory_bytes)
+    split = MachineSplit(loaded.spec) if workload.splits else None
+    residency = _Booked(policy if warm is None else warm, layer_slots=layer_slots, split=split)
+    store = open_stores(loaded, residency, io_threads, host_memory_bytes, hosts=workload.splits)
+    if split is not None:
+        assert isinstance(store, ExpertStore)
+        split.begin(measure(loaded, residency, store), None)
     fill_device(residency, store)
     for key, slot in residency.slot_of.items():
         store.ready(key, slot)
@@ -235,11 +247,11 @@ def _drive(engine: Engine, workload: Workload, forced: ForcedRoutes | None, resi
 def _totals(engine: Engine, residency: _Booked) -> list[float]:
     """Totals so far, in the order of `_TOTALS`."""
     stats = engine.store.stats
-    moved = (stats.bytes_read, stats.prefetch_bytes, stats.stall_seconds, stats.host_bytes)
+    moved = (stats.bytes_read, stats.prefetch_bytes, stats.stall_seconds, stats.host_bytes, stats.hosted_seconds)
     return [*moved, residency.booked_s, time.process_time()]
 
 
-_TOTALS = ("bytes_read", "ahead_bytes", "stall_s", "host_bytes", "booking_s", "cpu_s")
+_TOTALS = ("bytes_read", "ahead_bytes", "stall_s", "host_bytes", "hosted_s", "booking_s", "cpu_s")
 
 
 def _phase(forwards: Sequence[Sequence[float]]) -> Row:

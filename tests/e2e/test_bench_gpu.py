@@ -7,8 +7,10 @@ import pytest
 from moetool.base.errors import UsageError
 from moetool.bench.bench_result import read_result, show
 from moetool.bench.gpu import GpuBenchOptions, bench_gpu
+from moetool.caching.machine_split import SplitCosts
 from tests.command_line import exit_code
 from tests.refusals import refused
+from tests.streams import SlowLink
 from tests.synthetic_routes import make_spec, write_trace
 from tests.tiny_shape import write_shape
 
@@ -48,9 +50,25 @@ def test_every_cell_is_measured_or_says_why_not(folder: Path, capsys: pytest.Cap
     assert cells["lru"]["bound_s"] == pytest.approx(cells["lru"]["moved_token_bytes"] / rate)
     assert "needs a predictor" in cells["duoserve"]["why"]
     assert all(row["why"].startswith("no routes at") for row in made.of(shape="absent"))
+    for row in (cells[name] for name in ("all", "on_demand", "lru", "foresight")):
+        parts = row["policy_s"] + row["wait_s"] + row["rest_s"]
+        assert row["policy_s"] > 0 and row["hosted_s"] == 0
+        assert parts == pytest.approx(sum(row["rounds"][0]) / len(row["rounds"][0]))
     assert read_result(file).rows == made.rows
     show(made)
     assert "not measured" in capsys.readouterr().out
+
+
+def test_beside_a_device_the_split_has_cells_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moetool.runtime.experts.copies.CpuCopies", SlowLink)
+    monkeypatch.setattr("moetool.bench.serving_runs.measure", lambda *parts: SplitCosts(load_s=1.0, host_s=1e-3))
+    options = GpuBenchOptions(layers=4, shares=(0.25,), new_tokens=4, policies=("lru", "foresight"), plain=False)
+    made = bench_gpu([str(folder / "tiny")], folder / "routes", device="cpu", options=options, work=folder / "split")
+    cells = {row["policy"]: row for row in made.of(routers=False)}
+    assert list(cells) == ["all", "lru", "foresight", "lru, split", "foresight, split"]
+    assert not any("why" in row for row in made.rows)
+    assert cells["lru"]["hosted_s"] == 0
+    assert cells["lru, split"]["hosted_s"] > 0 and cells["foresight, split"]["hosted_s"] > 0
 
 
 def test_cells_after_the_time_limit_are_not_started(folder: Path) -> None:

@@ -1,12 +1,16 @@
 """`serve` splits misses between link and host, on a stand-in of a GPU: the texts without, and decisions that repeat."""
 
 import json
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moetool.base.config import parse
 from moetool.base.errors import MismatchError, UsageError
 from moetool.caching.machine_split import SplitCosts
 from moetool.models.checkpoint import Checkpoint
@@ -66,6 +70,72 @@ def test_the_texts_are_those_without_and_the_decisions_repeat(
     (trace.path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     with refused(MismatchError, "host_compute", COSTS.digest):
         replay_served(Trace(trace.path))
+
+
+@pytest.mark.parametrize("policy", ["lru", "foresight"])
+def test_experts_on_disk_are_read_once_for_either_side(policy: str, device: None, tmp_path: Path) -> None:
+    without = Answered.by(_engine(policy, "off"), PROMPTS[:1], 8)
+    made = _engine(policy, "on", tmp_path / "log", host_memory_bytes=20 * 73_728)
+    assert made.split is not None and made.split.host_experts == 20 < made.spec.total_experts
+    metrics = without.require_same(made, atol=1e-3)
+    assert metrics["hosted"] > 10 and metrics["misses"] > 10
+    assert made.store.stats.bytes_read > 20 * 73_728  # more than host memory holds
+    assert replay_served(Trace(tmp_path / "log")).counts.hosted == metrics["hosted"]
+
+
+_SERVER = """
+import sys
+from moetool.models.checkpoint import Checkpoint
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.budget import divide_with_slots
+from moetool.runtime.experts import copies
+from moetool.runtime.request import SamplingParams
+from moetool.runtime.serve_options import ServeOptions
+from moetool.runtime import split_costs
+from tests.streams import SlowLink
+
+copies.CpuCopies = SlowLink
+if sys.argv[1] == "calibrating":
+    write = split_costs.durable.write_text
+
+    def write_text(path, text):
+        print("calibrating", flush=True)
+        while True:
+            write(path, text)
+
+    split_costs.durable.write_text = write_text
+checkpoint = Checkpoint.open("reference")
+options = ServeOptions(kv_tokens=1024, threads=1, host_compute="on")
+budget = divide_with_slots(checkpoint, options, 40)
+made = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=budget)
+made.state = "ready"
+params = SamplingParams(max_tokens=900, ignore_eos=True)
+made.submit(made.tokenizer("def add(a, b):")["input_ids"], params, lambda output: print("serving", flush=True))
+while not made.idle:
+    made.step()
+"""
+
+
+@pytest.mark.parametrize("when", ["calibrating", "serving"])
+def test_a_killed_server_leaves_whole_costs_or_none(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    killed = subprocess.Popen([sys.executable, "-c", _SERVER, when], stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None
+    with killed:
+        assert killed.stdout.readline() == f"{when}\n"
+        time.sleep(0.05)  # into the writes, or into the request
+        killed.kill()
+    assert killed.returncode == -signal.SIGKILL
+    files = list((tmp_path / "moetool").glob("*.costs.json"))
+    costs = [parse(SplitCosts, json.loads(file.read_text(encoding="utf-8"))["costs"], "costs") for file in files]
+    assert costs or when == "calibrating"
+    monkeypatch.setattr("moetool.runtime.experts.copies.CpuCopies", SlowLink)
+    made = _engine("lru", "on")
+    assert made.split is not None and (not costs or made.split.costs == costs[0])
+    Answered.by(made, PROMPTS[:1], 4)
+    assert not caplog.records  # no file was measured again
 
 
 def test_a_slower_split_ends_between_requests(

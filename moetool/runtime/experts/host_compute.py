@@ -64,10 +64,11 @@ class HostCompute:
                         break
                     weights.append(held.enter_context(copy))
                 outputs += form.compute_each(xs[first : first + len(weights)], weights)
+            seconds = time.perf_counter() - began
+            self._store.stores[0].note_hosted(seconds)
             if self._store.meter is not None:
-                seconds = (time.perf_counter() - began) / len(weights)
                 for _ in weights:
-                    self._store.meter.hosted(seconds)
+                    self._store.meter.hosted(seconds / len(weights))
         return outputs
 
 

@@ -35,6 +35,7 @@ class StoreStats(JsonRecord):
         retried: reads repeated after an error.
         stall_seconds: time the model's thread waited for bytes.
         host_stall_seconds: the part spent on experts in host memory; the rest is spent on the disk.
+        hosted_seconds: time of products on the host.
     """
 
     reads: int = 0
@@ -46,6 +47,7 @@ class StoreStats(JsonRecord):
     retried: int = 0
     stall_seconds: float = 0.0
     host_stall_seconds: float = 0.0
+    hosted_seconds: float = 0.0
 
 
 class ExpertSource:

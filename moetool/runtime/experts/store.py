@@ -120,6 +120,10 @@ class ExpertStore:
         """The device of the slots, as `Stores` has several."""
         return (self.copies.device,)
 
+    def note_hosted(self, seconds: float) -> None:
+        """Count the time of products on the host."""
+        self._source.stats.hosted_seconds += seconds
+
     def device_of(self, key: int) -> int:
         """Number of an expert's device."""
         return 0

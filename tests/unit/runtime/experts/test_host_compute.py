@@ -28,7 +28,8 @@ class _Tier:
         self.weights = [tuple(torch.randn(2, WIDTH, WIDTH)) for _ in range(8)]
         self.present, self.staged = present, staged
         self.copies = self
-        self.held = 0
+        self.stores = (self,)
+        self.held, self.seconds = 0, 0.0
         self.groups: list[list[int]] = []
 
     @contextlib.contextmanager
@@ -37,6 +38,9 @@ class _Tier:
         self.groups.append([])
         with self._hold(key) as weights:
             yield weights
+
+    def note_hosted(self, seconds: float) -> None:
+        self.seconds += seconds
 
     def host_copy(self, key: int) -> Any:
         return self._hold(key) if key in self.present else None
@@ -57,7 +61,7 @@ def test_experts_in_host_memory_are_computed_together(staged: bool) -> None:
     xs = [torch.randn(rows, WIDTH) for rows in (1, 3, 1, 2)]
     host = HostCompute(tier)  # type: ignore[arg-type]
     outputs = [finished() for finished in host.start(FORM, [1, 2, 4, 5], xs)]
-    assert tier.groups == [[1, 2], [4, 5]] and not tier.held
+    assert tier.groups == [[1, 2], [4, 5]] and not tier.held and tier.seconds > 0
     for key, x, output in zip((1, 2, 4, 5), xs, outputs, strict=True):
         assert torch.equal(output, FORM.compute(x, tier.weights[key]))
     host.close()
