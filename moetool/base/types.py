@@ -176,13 +176,15 @@ class ModelSpec:
         )
 
     def require_alike(self, other: "ModelSpec", mine: str, theirs: str) -> None:
-        """Refuse two artefacts of models whose experts differ in number, layers or width; arguments as `require_same`.
+        """Refuse two artefacts of models whose experts differ in number, layers or known width.
+
+        Arguments as for `require_same`.
 
         Raises:
             MismatchError: they differ.
         """
         for name in ("layer_ids_L", "num_experts_L", "top_k_L", "hidden_size"):
-            if (ours := getattr(self, name)) != (found := getattr(other, name)):
+            if (ours := getattr(self, name)) != (found := getattr(other, name)) and ours and found:
                 raise MismatchError(
                     f"{theirs} has {name} {found}, but {mine} is of {self.name} with {ours}; give --model the model "
                     f"of {mine}"

@@ -1,13 +1,15 @@
 """The command `moetool advise`."""
 
+import json
+import math
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from moetool.base import durable, tables
+from moetool.base import assets, durable, tables
 from moetool.base.config import parse_bytes, parse_seconds
 from moetool.base.errors import UsageError
 from moetool.cli.flags import Json, Overwrite, listed, require_policies
@@ -84,17 +86,35 @@ def advise(
         tables.print_paragraph(f"  {one.evidence}")
     for sentence in advice.unknown:
         tables.print_paragraph(sentence)
-    for purpose, command in _next(shlex.quote(str(path)), has_tokens=advice.replayed_on is not None):
+    for purpose, command in _next(source, shlex.quote(str(path)), advice):
         print(f"Next, {purpose}: moetool {command}")  # in one line, to copy
 
 
-def _next(path: str, has_tokens: bool) -> Iterator[tuple[str, str]]:
-    """Commands that follow from the advice, with their purposes."""
+def _next(source: Any, path: str, advice: Any) -> Iterator[tuple[str, str]]:
+    """Commands that follow from the advice, with their purposes; each runs as it is."""
+    has_tokens = advice.replayed_on is not None
     yield "figures", f"report {path} --out page.html" if has_tokens else f"advise {path} --out page.html"
-    if has_tokens:
-        yield "policy and slots of a device", f"plan cache --trace {path} --out plan.json"
-    placement = f"plan placement --trace {path} --cluster cluster.toml --planner eplb --for vllm --out placement.json"
-    yield "experts on several GPUs", placement
+    if advice.replay_held_out and has_tokens and (model := _model_options(source)) is not None:
+        yield "policy and slots of a device", f"plan cache --trace {path}{model} --out plan.json"
+    elif has_tokens:
+        yield "all policies at other sizes", f"replay --trace {path} --policy auto,belady --budget 10%,30%,60%"
+    gigabytes = max(80, math.ceil(1.25 * source.spec.all_experts_bytes / 8e9))
+    cluster = f"--cluster 8x{gigabytes}GB --planner eplb --for vllm"
+    yield "experts on several GPUs", f"plan placement --trace {path} {cluster} --out placement.json"
+
+
+def _model_options(source: Any) -> str | None:
+    """Options of `plan cache` for the trace's model, which may be here or have a shape in the package; else None."""
+    facts, name = source.manifest["provenance"], source.spec.name.rpartition("/")[2].lower()
+    imported = "imported" in facts
+    model = str((facts["imported"].get("settings", {}) if imported else facts).get("model", ""))
+    if model == "reference" or (model and Path(model).exists()):
+        return f" --model {shlex.quote(model)} --config-only" if imported else ""
+    for shape in sorted(assets.path("recipes", "shapes").glob("*/config.json")):
+        top_k = json.loads(shape.read_bytes())["num_experts_per_tok"]  # some routes keep fewer than the model's
+        if name.startswith(shape.parent.name) and set(source.spec.top_k_L) == {top_k}:
+            return f" --model {shape.parent.name} --config-only"
+    return None
 
 
 def _share(text: str) -> float:

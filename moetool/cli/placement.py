@@ -28,7 +28,10 @@ Traces = Annotated[
         help="SERVER=DIR: trace or counts of a server's requests (repeatable), or DIR: of the whole cluster.",
     ),
 ]
-ClusterFile = Annotated[Path, typer.Option("--cluster", help="TOML file with servers, GPUs and links.")]
+ClusterFile = Annotated[
+    Path,
+    typer.Option("--cluster", help="TOML file with servers, GPUs and links, or one server's GPUs such as 8x80GB."),
+]
 Profile = Annotated[
     Path | None, typer.Option("--profile", help="Machine costs from 'moetool profile' (default: unit costs).")
 ]

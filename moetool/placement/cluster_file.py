@@ -15,8 +15,10 @@
     latency_s = 0.002
 
 Other fields are those of `moetool.base.types.Cluster`; amounts of bytes are numbers or strings such as "16GiB".
+`8x80GB` instead of a file is one server of eight GPUs.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,19 @@ from moetool.base.validation import MAX_GPUS
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Read and check a cluster file.
+    """Read and check a cluster file, or make one server of a number of GPUs and their memory.
 
     Raises:
         UsageError: there is no such file, it is not valid TOML, or a field is unknown or invalid.
     """
+    said = None if path.exists() else re.fullmatch(r"(\d{1,6})x(\d.*)", str(path))
     try:
-        values = read_toml(path)
+        gpus = said and {"memory_bytes": said[2], "count": int(said[1])}
+        values: Any = {"servers": [{"name": "server", "gpus": [gpus]}]} if gpus else read_toml(path)
     except OSError as error:
         raise UsageError(
-            f"cannot read the cluster file {path}: {error.strerror}; write it like recipes/reference/cluster.toml"
+            f"cannot read the cluster file {path}: {error.strerror}; write it like recipes/reference/cluster.toml, or "
+            "give one server's GPUs and their memory, such as 8x80GB"
         ) from None
     except ValueError as error:
         raise UsageError(f"{path} is not valid TOML ({first_line(error)}); correct it") from None

@@ -255,9 +255,10 @@ def _split(trace: Trace, trained_on: frozenset[int], seed: int) -> tuple[frozens
     tokens = zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True)
     unseen = sorted(request for request, num_tokens in tokens if num_tokens and request not in trained_on)
     if len(unseen) < 2:
+        new = " that the predictor was not trained on" if trained_on else ""
         raise UsageError(
-            f"{trace.path} has {numbered(len(unseen), 'request')} that the predictor was not trained on, and a plan "
-            f"needs two (one to choose on, one held out); capture more prompts"
+            f"{trace.path} has {numbered(len(unseen), 'request')} with tokens{new}, and a plan needs two (one to "
+            "choose on, one held out); capture more prompts"
         )
     Random(seed).shuffle(unseen)
     half = len(unseen) // 2

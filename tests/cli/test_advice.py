@@ -19,6 +19,7 @@ from typer.main import get_command
 import moetool
 from moetool.base.errors import MoetoolError
 from moetool.cli.main import app
+from moetool.models.shape import shape_of
 from moetool.trace.foreign.importing import import_trace
 from tests import families, foreign, synthetic_routes
 from tests.command_line import Run
@@ -332,6 +333,47 @@ def test_following_the_advice_changes_the_outcome(
     assert code != 0 and one.advice.replace("{}", str(tmp_path)) in refusal, refusal
     code, _, err = run(*one.right.replace("{}", str(tmp_path)).split())
     assert code == 0, err
+
+
+def _named(folder: Path, **settings: Any) -> None:
+    """A trace that another program recorded, `t`."""
+    foreign.write_lines(folder / "r.jsonl", foreign.sglang_native("a"), foreign.sglang_native("b"))
+    import_trace([folder / "r.jsonl"], None, folder / "t", settings=settings, find_model=shape_of)
+
+
+def _counted(folder: Path) -> None:
+    _counts(folder)
+    import_trace([folder / "s.pt"], None, folder / "t", settings={"top_k": 2, "first_k_dense": 1})
+
+
+def _of_a_model(folder: Path) -> None:
+    families.save("qwen3_moe", folder / "m", num_hidden_layers=4, mlp_only_layers=[0], std=0.1)
+    _named(folder, model=str(folder / "m"))
+
+
+_SUGGESTED = {
+    "counts": (_counted, {"advise", "plan placement"}),
+    "another program's": (_unsized, {"report", "replay", "plan placement"}),
+    "another program's, of a model": (_of_a_model, {"report", "plan cache", "plan placement"}),
+    "one captured request": (None, {"report", "replay", "plan placement"}),
+}
+
+
+@pytest.mark.parametrize("kind", _SUGGESTED)
+def test_commands_that_advise_prints_run(kind: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, expected = _SUGGESTED[kind]
+    if prepare is None:
+        assert run(*_CAPTURED.replace("{}", str(tmp_path)).split())[0] == 0
+    else:
+        prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("advise", "t", "--tokens", "20")
+    assert code == 0, err
+    commands = re.findall(r"^Next, [^:]+: moetool (.+)$", out, re.MULTILINE)
+    assert {re.split(r" (--|t\b)", command)[0] for command in commands} == expected
+    for command in commands:
+        code, _, err = run(*command.split())
+        assert code == 0, (command, err)
 
 
 PACKAGE = Path(moetool.__file__).parent

@@ -109,8 +109,16 @@ def test_all_wrong_fields_of_a_cluster_are_named(tmp_path: Path) -> None:
         load_cluster(path)
 
 
+def test_a_number_of_gpus_and_their_memory_is_one_server() -> None:
+    (server,) = load_cluster(Path("8x80GB")).servers
+    assert [gpu.memory_bytes for gpu in server.gpus] == [80 * 10**9] * 8
+    for wrong, field in (("0x80GB", "count: found 0"), ("8x80lb", "memory_bytes: '80lb'")):
+        with refused(UsageError, wrong, field):
+            load_cluster(Path(wrong))
+
+
 def test_no_cluster_file_is_refused(tmp_path: Path) -> None:
-    with refused(UsageError, "none.toml"):
+    with refused(UsageError, "none.toml", "8x80GB"):
         load_cluster(tmp_path / "none.toml")
     (tmp_path / "empty.toml").write_text("servers = []")
     with refused(UsageError, "empty.toml", "servers", 0, 1):
