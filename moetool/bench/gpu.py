@@ -69,8 +69,8 @@ def bench_gpu(
     `prefill_s`, seconds of the prompt's forward; `decode_s` and `decode_p95_s`, median and 95th percentile per decoded
     token; `moved_token_bytes` copied to the device per decoded token; `bound_s`, their time at the measured bandwidth;
     `hit_rate` of decoding. Means per decoded token: `policy_s` of the policy's decisions, `wait_s` for copies,
-    `hosted_s` of products on the host, and `rest_s`, the others: the device's work and its synchronization. Beside a
-    device, lru and foresight run with the split of misses too (`moetool.caching.machine_split`).
+    `rest_s` of the device's work and its synchronization, and `hosted_s` of products on the host, beside these. Beside
+    a device, lru and foresight run with the split of misses too (`moetool.caching.machine_split`).
 
     Args:
         shapes: configs without weights; weights are random (`moetool.bench.random_checkpoint`).

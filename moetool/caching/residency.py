@@ -5,8 +5,6 @@ one into the freed slot, prefetch a third). The order is the schedule: an execut
 and waits only before computing, overlaps everything that can overlap. No clock and no arrival of bytes enters, so a
 replayed trace and a live model take the same decisions.
 
-Pinned experts keep their slots, and the policy never sees them.
-
 Where devices share a model (`moetool.caching.devices`), each has its own `Residency` for its experts.
 
 A slot holds any expert of the model, unless each layer has its own slots (`layer_slots`). A pool in bytes, for replay
@@ -433,8 +431,8 @@ class Residency:
     def reserve_slots(self, count: int) -> list[int]:
         """Take slots out of the pool from the next forward on for their memory, but keep the smallest legal pool.
 
-        Called between two forwards, for one pool in slots. The policy chooses the evicted
-        experts. Slots that are no longer reserved come back empty. The sink is not called.
+        Called between two forwards, for one pool in slots. The policy chooses the evicted experts. Slots that are no
+        longer reserved come back empty. The sink is not called.
 
         Args:
             count: number of reserved slots in all.

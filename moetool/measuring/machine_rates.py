@@ -89,14 +89,17 @@ def disk_rates(folder: Path, given: float | None = None, files: ExpertFiles | No
     """
     if given is not None and files is None:
         return given, 0.0, "as given"
+    where = (folder if files is None else files.shards.files[0].parent).resolve()
     try:
         if files is None:
             with scratch_shards(folder, _FILE_BYTES) as shards:
-                rates, where = _disk_rates(shards, _READ_BYTES, None), folder.resolve()
+                rates = _disk_rates(shards, _READ_BYTES, None)
         else:
-            rates, where = _disk_rates(files.shards, files.stored_bytes, files), files.shards.files[0].parent.resolve()
+            rates = _disk_rates(files.shards, files.stored_bytes, files)
     except (OSError, MoetoolError):
-        return given or 1e9, 0.0, f"assumed: {folder.resolve()} cannot be written"
+        if given is not None:
+            return given, 0.0, "as given"
+        return 1e9, 0.0, f"assumed: {where} cannot be {'written' if files is None else 'read'}"
     return (given, rates[1], "as given") if given is not None else (*rates, f"measured in {where}")
 
 

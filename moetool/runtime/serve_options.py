@@ -81,6 +81,7 @@ class ServeOptions:
     """
 
     REFUSED: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("change_policy", "remember_policy"), "the policy stays as it is; set --policy"),
         "borrowed_slots": "the server chooses it; set prefill_chunk, and prompts borrow no slots",
         "first_chunk": "the server chooses it; set prefill_chunk, and prompts borrow no slots",
         "first_kv_tokens": "the server chooses it; set kv_tokens, and the KV cache borrows no slots",

@@ -17,7 +17,7 @@ class ServedDecisions:
     """Policy and settings that decided in a server with one device.
 
     Attributes:
-        policy, options: the first policy.
+        policy, options: the policy.
         layer_slots: guaranteed slots of each layer; empty: none.
         reserved_slots: forwards, and the slots that hold no experts from there on.
         split: costs by which the host computed misses; None: the policy placed them.
@@ -44,10 +44,10 @@ def read_decisions(trace: Trace) -> ServedDecisions:
     name, options, slots = made.get("policy"), made.get("options"), made.get("layer_slots")
     if trace.manifest["composition"]["kind"] != "log" or not isinstance(name, str) or made.get("devices") != 1:
         raise MismatchError(f"{trace.path} is not the log of a server with one device; name policies to replay instead")
-    if made.get("changes"):
-        raise MismatchError(
-            f"{trace.path}: the policy changed while its server ran, as earlier versions could; name policies to replay"
-        )
+    former = {"changes": "the policy changed while its server ran", "pinned": "its server pinned experts"}
+    for key, what in former.items():
+        if made.get(key):
+            raise MismatchError(f"{trace.path}: {what}, as earlier versions could; name policies to replay")
     for key, value, kind in (("options", options, dict), ("layer_slots", slots, list)):
         check.require(isinstance(value, kind), f"manifest.provenance.{key}", value, kind.__name__)
     _check_slots(trace.spec, slots)

@@ -184,9 +184,10 @@ def test_small_experts_are_borrowed_by_short_prompts_too() -> None:
     [
         *(("borrowed_slots", "prefill_chunk"), ("first_chunk", "prefill_chunk")),
         *(("first_kv_tokens", "kv_tokens"), ("kv_slots", "kv_tokens")),
+        *(("change_policy", "--policy"), ("remember_policy", "--policy")),
     ],
 )
-def test_what_the_division_lends_is_no_setting(name: str, instead: str) -> None:
+def test_an_earlier_setting_is_refused_with_another(name: str, instead: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse(ServeOptions, {name: 4}, "--set")
     assert f"--set: {name} " in str(refused.value) and f"set {instead}" in str(refused.value)

@@ -46,6 +46,7 @@ def _digest(trace: Trace, policy: str, setup: ReplaySetup, pool: str) -> str:
         ("layer_slots", [1, 1, 9], r"layer_slots\.2: found 9, expected at most 8"),
         ("layer_slots", [1, 1, 0], r"layer_slots\.2: found 0"),
         ("changes", [[3, "lru", "one"]], r"the policy changed while its server ran"),
+        ("pinned", [3], r"its server pinned experts"),
         ("lent", [[3]], r"lent\.0: .*a forward and a number of slots"),
         ("lent", [[3, -1]], r"lent\.0\.1: found -1"),
         ("lent", [[4, 1], [3, 0]], r"lent\.1\.0: found 3, expected 4 or more"),
