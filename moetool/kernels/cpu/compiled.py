@@ -20,8 +20,8 @@ from moetool.kernels.cpu.threads import PoolCall, next_task_of, on_pool
 
 BLOCK_ROWS = 32
 """Least rows of a weight per task of a thread; the rows of a weight are a multiple of it."""
-_TASK_BYTES, _TASKS = 2**17, 8
-"""Bytes of a task, unless there would be fewer tasks: a thread reads shorter runs at 0.75 of the rate
+_TASK_BYTES, _TASKS = 2**17, 4
+"""Bytes of a task, unless a thread would have fewer tasks: it reads shorter runs at 0.75 of the rate
 (`tests/bench/test_row_products.py`)."""
 _PREFETCH_BYTES = (0, 2048)
 """Prefetch distances of a kernel, in bytes; prefetching is faster on some CPUs and slower on others."""
@@ -128,7 +128,7 @@ def _compile(kind: RowKind) -> PoolCall:
     import numba
     from numba import types
 
-    next_task = next_task_of()
+    next_task, tasks = next_task_of(), _TASKS * max(2, torch.get_num_threads())
     most = kind.rows[0]
     dot_most, dot_2, dot_1 = dot_of(kind, most), dot_of(kind, 2), dot_of(kind, 1)
     outputs_at, row_bytes_at, weights_at = PLACES["outputs"], PLACES["row_bytes"], PLACES["weights"]
@@ -142,7 +142,7 @@ def _compile(kind: RowKind) -> PoolCall:
         starts = scales + num_weights
         pairs = starts + num_weights + 1
         outputs = job[outputs_at]
-        step = min(_TASK_BYTES // row_bytes, num_weights * outputs // _TASKS)
+        step = min(_TASK_BYTES // row_bytes, num_weights * outputs // tasks)
         step = max(step // BLOCK_ROWS, 1) * BLOCK_ROWS
         blocks = -(-outputs // step)
         task = next_task(job)

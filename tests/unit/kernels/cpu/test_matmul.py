@@ -45,6 +45,14 @@ def test_products_are_those_of_float64_but_for_one_rounding(num_rows: int) -> No
     assert torch.allclose(narrow.double(), x.bfloat16().double() @ weight.double().T, rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [480, 544, 1056])
+def test_every_row_of_a_weight_is_multiplied(rows: int) -> None:
+    """Also where the last task of a weight is shorter than the others."""
+    weights, x = _weights(2, rows), _rows(1, dtype=torch.float32)
+    for weight, output in zip(weights, products([x, x], weights), strict=True):
+        assert torch.allclose(output.double(), x.double() @ weight.double().T, rtol=0, atol=1e-5)
+
+
 def test_rows_in_bfloat16_give_what_their_float32_gives_rounded_once() -> None:
     (weight,) = _weights(1)
     x = _rows(MAX_ROWS)
