@@ -209,12 +209,15 @@ def compare(
             machines = load_cluster(cluster)
         with problems.of():
             traces = open_traces(trace, whole=True)
-        for name in [name for name in options if name not in names or not isinstance(options[name], dict)]:
+        stray = [name for name, values in options.items() if name not in names or not isinstance(values, dict)]
+        for name in stray:
             with problems.of():
                 raise UsageError(f"--set {name!r} is for none of {', '.join(names)}; write PLANNER.OPTION=VALUE")
         for name in names:
             with problems.of():
                 kind = find(name).Options
+                if name in stray:
+                    continue
                 if c_max is not None and "c_max" in kind.__dataclass_fields__:
                     options.setdefault(name, {})["c_max"] = c_max
                 parse(kind, options.get(name, {}), f"planner {name}")

@@ -160,6 +160,7 @@ def test_what_cannot_be_exported_or_compared_is_said_in_one_line(run: Run, folde
         (["export", plan, "--format", "sglan", "--out", tmp_path / "x"], "did you mean 'sglang'"),
         (["export", plan, "--format", "route_csv", "--out", tmp_path / "x"], "unknown format of plans"),
         (["compare", *_inputs(folder), "--set", "prizm.fill=true"], "write PLANNER.OPTION=VALUE"),
+        (["compare", *_inputs(folder), "--set", "director=3", "--c-max", "2"], "write PLANNER.OPTION=VALUE"),
         (["compare", *_inputs(folder), "--planner", ","], "no planner to compare, expected some of annealing"),
         (["compare", *_inputs(folder), "--unseen-task", folder / "a"], "is the trace of server a, expected"),
         (["score", plan, *_inputs(folder)[:2], "--set", "kicks=1"], "'kicks' is unknown here"),
