@@ -24,7 +24,7 @@ from moetool.trace.reader import Trace
 
 CURRENT = "current"
 """Name of the row of the placement in force."""
-_BASELINES = ("annealing", "director_rounding", "exhaustive")
+_BASELINES = ("annealing", "director_rounding", "exhaustive", "moetuner")
 
 
 def comparable() -> list[str]:

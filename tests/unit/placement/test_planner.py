@@ -10,6 +10,7 @@ from moetool.base.errors import CapacityError, MismatchError, UsageError
 from moetool.base.machine import Machine
 from moetool.base.types import Cluster
 from moetool.costing.costs import ComputeCosts, CostProfile, Curve
+from moetool.placement.comparison import comparable
 from moetool.placement.demand import Demand, per_server, spread
 from moetool.placement.latency import (
     Latency,
@@ -154,6 +155,20 @@ def test_moetuner_finds_the_least_deviation_and_the_least_largest_transfer(seed:
     assert largest(placed_GE) == pytest.approx(
         min(map(largest, (each for each in orders if (each.sum(axis=1) <= room_C).all())))
     )
+
+
+def test_no_planner_of_the_default_comparison_solves_integer_programmes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many experts one takes half a minute for each layer."""
+
+    def solve(*args: object, **options: object) -> None:
+        raise AssertionError("an integer programme")
+
+    monkeypatch.setattr("scipy.optimize.milp", solve)
+    problem = make_problem(make_spec(1, 4), make_cluster([[2], [2]]))
+    for name in comparable():
+        assert place(name, problem).any(axis=0).all()
+    with pytest.raises(AssertionError, match="programme"):
+        place("moetuner", problem)
 
 
 def test_moetuner_refuses_a_tolerance_below_zero() -> None:
