@@ -8,6 +8,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
+from moetool.base.tables import numbered
 from moetool.bench.bench_result import BenchResult, Columns, Row, table
 from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.verdict import ANSWERS
@@ -61,7 +62,7 @@ def _claims(made: BenchResult, paper: Row, rows: list[Row]) -> Iterator[Any]:
     yield from (f"not repeated: {', '.join(left['ids'])}: {left['why']}" for left in paper["left_out"])
     named, seeds = paper["machine_named"], paper["sizes"]["seeds"]
     costs = "{model} on {machine}".format(**named) if named["model"] else "assumed"
-    yield f"{seeds} seeds; costs, where a row names no others: {costs}"
+    yield f"{numbered(seeds, 'seed')}; costs, where a row names no others: {costs}"
     yield from (f"measured on {on}" for on in dict.fromkeys(row.get("on") for row in rows) if on)
     counts = _counts("", rows)
     if claims:

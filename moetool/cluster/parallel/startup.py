@@ -1,4 +1,4 @@
-"""Start the head of `moetool serve --mode ep` and of the bench from a placement plan."""
+"""Start the head of `moetool serve --mode ep` from a placement plan."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
