@@ -101,8 +101,8 @@ def print_table(
 ) -> None:
     """Print a table on stdout; the first `num_text` columns are text, the others numbers.
 
-    On a narrow terminal, or with a small COLUMNS elsewhere, it is split into parts, each with the text columns, or the
-    first `num_keys` columns if more, at its left. Numbers and names in the first column are never broken.
+    On a narrow terminal it is split into parts, each with the text columns, or the first `num_keys` columns if more, at
+    its left. Numbers and names in the first column are never broken.
     """
     _spoken.set()
     from rich import box
@@ -112,7 +112,7 @@ def print_table(
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=shutil.get_terminal_size((160, 24)).columns)
+        console = Console(width=160)
     num_keys = max(num_text, num_keys)
     keys, parts = _widths(columns, rows, num_text, num_keys, console.width)
     for part, widths in enumerate(parts):

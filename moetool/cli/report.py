@@ -48,9 +48,9 @@ def report(
     from moetool.report.trace_measures import POLICIES, measure
     from moetool.tuning.advice import advise
 
+    durable.require_new_file(out, overwrite)
     if out.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--out {out}: the page is HTML; give a name that ends in .html")
-    durable.require_new_file(out, overwrite)
     if trace.is_file():
         if policy or budget or settings:
             raise UsageError(

@@ -98,7 +98,7 @@ def serve(
         if policy is not None and policy != "auto":
             with problems.of():
                 policy_class(policy)
-        if predictor is not None and not predictor.is_dir():
+        if cluster is None and predictor is not None and not predictor.is_dir():
             with problems.of():
                 open_predictor(predictor)
     values |= {} if host_memory is None else {"host_memory_bytes": sizes["host"]}

@@ -260,7 +260,7 @@ _ADVICE = {
         "sequential",
         "replay --trace {}/t --policy lru --budget 25% --order sequential",
         _trace,
-        "moetool.cli.replay replay",
+        "moetool.base.errors unknown_name",
     ),
     "an option of no policy": Advice(
         "replay --trace {}/t --policy lru --budget 25% --set lfu.x=1",

@@ -17,7 +17,14 @@ from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.experts.moe_layers import moe_layers
 from moetool.models.loading import load_full, load_lazy
-from moetool.models.tested_formats import BY_EXPERT, BY_EXPERT_FORMATS, INFERRED_AND_RUN, RELEASED, format_table
+from moetool.models.tested_formats import (
+    BY_EXPERT,
+    BY_EXPERT_FORMATS,
+    INFERRED_AND_RUN,
+    NVFP4_RELEASED,
+    RELEASED,
+    format_table,
+)
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import ExpertStore
 from moetool.runtime.loop.own_caches import open_batcher
@@ -166,7 +173,8 @@ def test_the_table_of_formats_names_what_is_tested() -> None:
     cases = {tuple(name.split("-")) for name in [*QUANTIZED, *PUBLISHED, "gpt_oss-mxfp4"]}
     cases |= {(family, format) for family in BY_EXPERT for format in BY_EXPERT_FORMATS} | {("qwen3_moe", "mxfp4")}
     cases |= {(family, "gguf") for family, _ in gguf_oracle.MODELS.values()}
-    cases |= {(family, "fp8_block") for family in RELEASED}  # see `tests/contract/test_released_layouts.py`
+    # see `tests/contract/test_released_layouts.py`
+    cases |= {(family, "fp8_block") for family in RELEASED} | {(family, "nvfp4") for family in NVFP4_RELEASED}
     assert {(family, short.get(format, format)) for family, format in cases} == {
         pair for pair in tested if pair[1] != "dense"
     }

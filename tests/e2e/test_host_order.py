@@ -96,7 +96,7 @@ def test_a_second_start_reads_the_most_used_experts_first(asked: list[list[int]]
 def test_a_plan_orders_the_first_start(asked: list[list[int]], read: list[int], tmp_path: Path) -> None:
     spec = Checkpoint.open("reference").spec
     trace = write_trace(tmp_path / "trace", spec, num_requests=4)
-    plan = choose_cache(trace, 12_000_000, policies=["lru"], tuned=False)
+    plan = choose_cache(trace, 12_000_000, policies=["lru"])
     uses_LE = np.array(plan.uses_LE)
     (tokens,) = set((uses_LE.sum(axis=1) / spec.top_k_L).tolist())
     lengths = dict(zip(*(trace.requests[name].to_pylist() for name in ("request", "tokens")), strict=True))

@@ -60,7 +60,7 @@ _AHEAD = 16
 takes 0.6 of its time without prefetching (two threads)."""
 _MOST_QUERIES = LANES
 """Query heads of a task."""
-_NO_SINKS = torch.full((1, LANES), -math.inf)
+_NO_SINKS = torch.full((1, LANES), -math.inf, dtype=torch.float32)
 
 
 class OneQuery(NamedTuple):

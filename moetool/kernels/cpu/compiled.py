@@ -73,9 +73,9 @@ def _require_sound(kind: RowKind, call: PoolCall) -> None:
     weight = torch.frombuffer(bytearray(ones), dtype=torch.uint8).view(BLOCK_ROWS, row_bytes)
     x, output = (
         ordered_rows(torch.ones(rows, blocks * kind.numbers, dtype=torch.bfloat16), kind),
-        torch.zeros(rows, BLOCK_ROWS),
+        torch.zeros(rows, BLOCK_ROWS, dtype=torch.float32),
     )
-    scale = torch.full((1 + 2 * blocks,), kind.factor)
+    scale = torch.full((1 + 2 * blocks,), kind.factor, dtype=torch.float32)
     if kind.scales_a_block:
         start = SCALE_BYTES if kind.scale == "float8" else 0
         scale.view(torch.uint8)[start:] = 127 if kind.scale == "exponent" else _ONE_IN_FP8
@@ -95,9 +95,9 @@ def _fastest_prefetch(kind: RowKind, call: PoolCall, rounds: int = 4) -> int:
     weight.zero_()
     x, output = (
         ordered_rows(torch.zeros(1, blocks * kind.numbers, dtype=torch.bfloat16), kind),
-        torch.empty(1, len(weight)),
+        torch.empty(1, len(weight), dtype=torch.float32),
     )
-    scale = torch.ones(4 * blocks)
+    scale = torch.ones(4 * blocks, dtype=torch.float32)
     least = dict.fromkeys(_PREFETCH_BYTES, float("inf"))
     for ahead in _PREFETCH_BYTES * rounds:
         head = _trial(kind, weight, x, output, ahead)

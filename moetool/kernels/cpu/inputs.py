@@ -26,7 +26,8 @@ def ordered_rows(x_TI: torch.Tensor, kind: RowKind) -> torch.Tensor:
     narrow = x_TI.dtype == torch.bfloat16
     x_TI = (x_TI if narrow else x_TI.to(torch.float32)).contiguous()
     arrange = ordering(kind, narrow)
-    ordered = torch.empty(num_rows, num_blocks, row_order(kind).num_bytes // 4)
+    # Another thread that builds a model sets torch's default type.
+    ordered = torch.empty(num_rows, num_blocks, row_order(kind).num_bytes // 4, dtype=torch.float32)
     arrange(x_TI.data_ptr(), ordered.data_ptr(), num_rows * num_blocks)
     return ordered
 

@@ -160,7 +160,7 @@ def _require_sound(kind: RowKind, multiply: PoolCall) -> None:
     inputs, row_bytes = blocks * kind.numbers, blocks * kind.block_bytes
     ones = kind.one * (BLOCK_ROWS * row_bytes // len(kind.one))
     weight = torch.frombuffer(bytearray(ones), dtype=torch.uint8).view(BLOCK_ROWS, row_bytes)
-    scale = torch.full((1 + 2 * blocks,), kind.factor)
+    scale = torch.full((1 + 2 * blocks,), kind.factor, dtype=torch.float32)
     if kind.scales_a_block:
         scale.view(torch.uint8)[SCALE_BYTES if kind.scale == "float8" else 0 :] = (
             127 if kind.scale == "exponent" else 0x38

@@ -65,7 +65,7 @@ class AwqCodec:
 
 def _rows(words: torch.Tensor) -> torch.Tensor:
     """Values float32 [8 * M, K] of words [M, K]; each word holds one input of eight outputs."""
-    rows = torch.empty(len(words), _PER_WORD, words.shape[1], device=words.device)
+    rows = torch.empty(len(words), _PER_WORD, words.shape[1], dtype=torch.float32, device=words.device)
     octets = words.reshape(-1).view(torch.uint8).view(*words.shape, 4)  # a single column may have any strides
     for byte, (low, high) in enumerate(_OUTPUTS):
         plane = octets[..., byte].contiguous()

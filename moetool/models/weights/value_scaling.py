@@ -51,7 +51,7 @@ def four_bits(pairs: torch.Tensor, e2m1: bool) -> torch.Tensor:
     table = _four_bits(e2m1, pairs.device)
     if pairs.device.type != "cpu" or not pairs.is_contiguous():
         return table[pairs.int()].flatten(-2)
-    out = torch.empty(*pairs.shape[:-1], 2 * pairs.shape[-1])
+    out = torch.empty(*pairs.shape[:-1], 2 * pairs.shape[-1], dtype=torch.float32)
     table.view(torch.int64).numpy().reshape(-1).take(pairs.numpy(), out=out.view(torch.int64).numpy(), mode="wrap")
     return out
 

@@ -42,7 +42,7 @@ class RecordedSteps:
     def __init__(self, model: Any, layers: Sequence[MoeLayer], runtime: ExpertRuntime, pages: KvPages) -> None:
         self._model, self._layers, self._runtime, self._pages = model, layers, runtime, pages
         self._steps: dict[int, LoweredStep] = {}
-        self._scores = torch.zeros(0)
+        self._scores = torch.zeros(0, dtype=torch.float32)
         self.refused = "" if model.dtype == torch.bfloat16 else f"the data type is {str(model.dtype)[6:]}"
         if any(keys is not None for keys in pages.index_keys):
             self.refused = "recorded steps have no function for its indexers"
@@ -182,7 +182,7 @@ class RecordedSteps:
             pages[layer] = (key.data_ptr(), value.data_ptr(), written, positions, spans[window].ctypes.data)
         a_key, always = step.score_bytes
         if self._scores.nbytes < a_key * num_keys + always:
-            self._scores = torch.zeros(2 * (a_key * num_keys + always) // 4 + 16)
+            self._scores = torch.zeros(2 * (a_key * num_keys + always) // 4 + 16, dtype=torch.float32)
         step.room[0] = self._scores.data_ptr()
         return spans
 

@@ -72,13 +72,6 @@ def test_a_file_gets_one_table_without_escape_codes(capsys: pytest.CaptureFixtur
     assert len([line for line in out.splitlines() if line.strip()]) == 5  # title, two of headings' height, rows
 
 
-def test_a_file_has_the_width_of_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    tables.print_table("placements", COLUMNS, ROWS, num_text=2)
-    out = _seen(capsys)
-    assert "(part 2 of 2)" in out and max(map(len, out.splitlines())) <= 80
-
-
 def test_texts_alone_are_folded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     _on_terminal(monkeypatch, 40)
     tables.print_table("", ["family", "remarks"], [["afmoe", "a sentence " * 8]], num_text=2)

@@ -10,7 +10,7 @@ import torch
 from moetool.kernels.cpu import many_rows, matmul
 from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
 from moetool.kernels.cpu.inputs import ordered_rows
-from moetool.kernels.cpu.kinds import GGML_KINDS
+from moetool.kernels.cpu.kinds import BFLOAT16, GGML_KINDS
 from moetool.kernels.cpu.matmul import (
     MAX_ROWS,
     RowLinear,
@@ -43,6 +43,18 @@ def test_products_are_those_of_float64_but_for_one_rounding(num_rows: int) -> No
     (narrow,) = products([x.bfloat16()], [weight])
     assert narrow.dtype == torch.bfloat16
     assert torch.allclose(narrow.double(), x.bfloat16().double() @ weight.double().T, rtol=2**-8, atol=1e-5)
+
+
+def test_memory_of_a_product_does_not_depend_on_the_default_type() -> None:
+    """transformers sets it, for all threads, while it builds a model."""
+    x = _rows(3, dtype=torch.float32)
+    expected = ordered_rows(x, BFLOAT16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        ordered = ordered_rows(x, BFLOAT16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert ordered.dtype == torch.float32 and torch.equal(ordered, expected)
 
 
 @pytest.mark.parametrize("rows", [480, 544, 1056])
