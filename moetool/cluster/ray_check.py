@@ -80,7 +80,7 @@ class ClusterCheck(JsonRecord):
 
 
 class _NoAnswer(UsageError):
-    """What listens did not answer as a Ray head, whatever the token is."""
+    """The address did not answer as a Ray head, whatever the token is."""
 
 
 def ask_head(address: str, *, machines: bool = False, within_s: float = _CHECK_S) -> HeadAnswer:
