@@ -147,6 +147,7 @@ def test_the_shapes_that_come_along_are_those_of_the_models() -> None:
         facts[name] = (spec.num_layers, spec.num_experts, max(spec.top_k_L), spec.hidden_size, spec.slot_bytes)
     assert facts == {
         "deepseek-v2-lite": (26, 64, 6, 2048, 3 * 1408 * 2048 * 2),
+        "gpt-oss-20b": (24, 32, 4, 2880, 3 * 2880 * (2880 // 2 + 2880 // 32 + 2)),  # MXFP4, biases in bfloat16
         "qwen3-30b-a3b": (48, 128, 8, 2048, 3 * 768 * 2048 * 2),
     }
 
