@@ -404,17 +404,16 @@ def least_valued(value_A, near_L, stride, resident_A, key_M):  # type: ignore[no
     worth_E = np.empty(stride, np.float32)
     order_E = worth_E.view(np.int32)  # bits of numbers >= 0 have their order and compare faster
     worth_M = np.empty(len(key_M), np.int32)
-    never_1 = np.full(1, np.inf, np.float32)
-    never = never_1.view(np.int32)[0]
-    found = 0
+    never, found = np.int32(0x7F800000), 0  # the bits of infinity
     for layer in range(len(near_L)):
         near, base = near_L[layer], layer * stride
+        value_E, resident_E = value_A[base : base + stride], resident_A[base : base + stride]
         for expert in range(stride):
-            worth = value_A[base + expert] * near
-            worth_E[expert] = worth if resident_A[base + expert] else never_1[0]
+            worth_E[expert] = value_E[expert] * near
         bound = worth_M[0] if found == len(key_M) else never
         least = never
-        for expert in range(stride):
+        for expert in range(stride):  # without branches
+            order_E[expert] |= never & (np.int32(resident_E[expert]) - np.int32(1))
             least = min(least, order_E[expert])
         if least >= bound:
             continue
