@@ -23,6 +23,7 @@ from moetool.bench.serving_setup import BenchModel, ServingBenchOptions, Serving
 from moetool.caching.policy import MIN_SLOTS, build_policy, policy_class
 from moetool.models.loading import load_full, parse_device
 from moetool.runtime.experts.copies import is_staged, open_copies, stride_of
+from moetool.runtime.experts.resident_forward import options_beside_gpu
 
 POLICIES = ("on_demand", "lru", "foresight", "duoserve", "finemoe", "smoe")
 _COPY_BYTES, _COPIES = 2**27, 8
@@ -188,13 +189,14 @@ def _measure(cell: Row, setup: ServingSetup, device: torch.device, rate: float, 
         loaded = replace(loaded, spec=loaded.checkpoint.spec)
     total = loaded.spec.total_experts
     slots = max(MIN_SLOTS, int(cell["share"] * total))
+    chosen = options_beside_gpu(kind, {}, loaded, slots)
     run = run_engine(
         loaded,
-        build_policy(name, loaded.spec, {}, slots),
+        build_policy(name, loaded.spec, chosen, slots),
         replace(setup.workload, splits=cell["policy"].endswith(_SPLIT)),
         io_threads=options.io_threads,
         forced=None if cell["routers"] else setup.forced,
-        warm=build_policy(name, loaded.spec, {}, slots),  # host memory then holds the experts
+        warm=build_policy(name, loaded.spec, chosen, slots),  # host memory then holds the experts
         host_memory_bytes=None if cell["share"] == 1 else total * stride_of(stored_bytes),
     )
     moved = run["decode"]["mean_moved_bytes"]

@@ -28,6 +28,7 @@ from moetool.measuring.probes.disk import THREADS, DiskProbe
 from moetool.models.experts.expert_files import ExpertFiles
 from moetool.models.loading import LoadedModel
 from moetool.runtime.decoding import cache_bytes
+from moetool.runtime.experts.resident_forward import options_beside_gpu
 from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
 
 READINGS = 4  # disk readings per round and number of threads; the first is warm-up
@@ -161,8 +162,9 @@ def _sizes(sizes: Sequence[int]) -> str:
 def _builder(name: str, setup: ServingSetup, values: Mapping[str, Any], slots: int) -> Callable[[], Policy]:
     spec: ModelSpec = setup.loaded.spec
     predictor = setup.predictor if policy_class(name).uses(setup.predictor) else None
+    chosen = options_beside_gpu(policy_class(name), values, setup.loaded, slots)
     # A predictor with memory starts each run without it.
-    return lambda: build_policy(name, spec, values, slots, predictor=copy.deepcopy(predictor))
+    return lambda: build_policy(name, spec, chosen, slots, predictor=copy.deepcopy(predictor))
 
 
 def _require_memory(setup: ServingSetup, entries: Sequence[BenchLine]) -> None:

@@ -112,6 +112,11 @@ class Policy:
         return num_slots
 
     @classmethod
+    def beside_gpu(cls, spec: ModelSpec, options: Mapping[str, Any], num_slots: int) -> Mapping[str, Any]:
+        """Return the options for a server on one GPU whose model can run partial forwards (default: the same)."""
+        return options
+
+    @classmethod
     def reloads(cls, spec: ModelSpec, num_slots: int) -> bool:
         """Whether it loads every needed expert anew at each event, so that lru, in one pool, never loads more."""
         return False

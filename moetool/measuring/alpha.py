@@ -15,7 +15,7 @@ from moetool.base.families import require_substitutable
 from moetool.base.types import ForwardInfo, Phase
 from moetool.base.validation import outside_vocabulary
 from moetool.caching.plan import CachePlan
-from moetool.caching.policies.smoe import choose_alpha
+from moetool.caching.policies.smoe import Policy, choose_alpha
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
 from moetool.models.cache_argument import cache_argument
@@ -23,6 +23,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_devices, parse_dtype, use_threads
 from moetool.runtime.budget import Budget
 from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.resident_forward import options_beside_gpu
 from moetool.runtime.experts.store import open_store
 from moetool.runtime.serve_options import ServeOptions
 
@@ -177,7 +178,8 @@ def _feed(
     with contextlib.closing(load_lazy(checkpoint, dtype, device, products=serve.products)) as loaded:
         require_substitutable(loaded.spec.name, "smoe")
         use_threads(checkpoint.config, serve.threads)
-        residency = Residency(build_policy("smoe", loaded.spec, {**serve.policy, "alpha": alpha}, slots))
+        given = options_beside_gpu(Policy, {**serve.policy, "alpha": alpha}, loaded, slots)
+        residency = Residency(build_policy("smoe", loaded.spec, given, slots))
         store = open_store(loaded, residency, serve.io_threads, serve.host_memory_bytes or None)
         runtime, cache_name = ExpertRuntime(loaded, residency, store), cache_argument(loaded.model)
         with contextlib.closing(runtime):

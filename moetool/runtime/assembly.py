@@ -27,6 +27,7 @@ from moetool.runtime.experts.copies import is_staged, stride_of
 from moetool.runtime.experts.device_stores import Store, fill_device, load_residents, open_stores
 from moetool.runtime.experts.expected_use import read_order
 from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.resident_forward import options_beside_gpu
 from moetool.runtime.experts.store import ExpertStore, open_store
 from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.loop.engine import Engine
@@ -113,6 +114,8 @@ def build_engine(
             return_freed_memory()
         policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
         shares = [slots] if options.devices == 1 else split_slots(loaded.spec, slots, options.devices)
+        if options.devices == 1 and open_runtime is ExpertRuntime:
+            policy_options = options_beside_gpu(kind, policy_options, loaded, slots)
         policies = build_policies(name, loaded.spec, policy_options, shares, predictor=predicts)
         built = policies[0]
         if options.deterministic and not (built.lossless and (device.type == "cpu" or not built.computes_on_host)):

@@ -19,6 +19,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
 from moetool.runtime.experts.device_stores import open_stores
 from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.resident_forward import can_run, options_beside_gpu
 from moetool.runtime.request import SamplingParams
 from moetool.training.predictor import build
 from moetool.tuning.replay import ReplaySetup
@@ -131,7 +132,11 @@ def test_where_it_cannot_run_it_is_refused_by_name(model: Path, tmp_path: Path) 
     told = build("resident_forward", loaded.spec).eval()
     with refused(UsageError, "needed before"):
         engine(model, None, "promoe", 8, predictor=told)
+    assert can_run(loaded) and options_beside_gpu(smoe.Policy, {}, loaded, 6) == {}  # on a CPU
     families.save("granitemoe", tmp_path / "other", residual_multiplier=0.25)
+    other = load_lazy(Checkpoint.open(tmp_path / "other"), torch.float32)
+    assert not can_run(other)
+    other.close()
     with refused(UsageError, "granitemoe", "layer 1"):
         engine(tmp_path / "other", None, "smoe", 8, options={"predict_from": "resident"})
     loaded.close()

@@ -1,8 +1,8 @@
 """SMoE: substitutes resident experts for missing ones of similar low score; evicts the lowest mean score."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -10,6 +10,9 @@ from moetool.base.errors import UsageError
 from moetool.base.types import GateEvent, ModelSpec, Phase
 from moetool.caching import policy
 from moetool.caching.host_split import HostCosts, tokens_of, two_pointers
+
+_LINK_BYTES_S = 25e9  # PCIe 4.0 from pinned memory
+_PARTIAL_FORWARD_S = 4.4e-3  # of a layer on an H100: 56 ms a token less 21, 8 layers (guide of speed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +25,8 @@ class Options(HostCosts):
         window: number of iterations before the last one in mean scores (n of Eq. 3).
         prefetch: whether to prefetch experts with high predicted scores in the next layer.
         predict_from: input of the next router for that prediction: `ahead`, the hidden states at this layer's router;
-            or `resident`, those after resident and shared experts and the next attention, as in the paper.
-        split: side of each miss in Algorithm 2: `sums`, the side that is free first, as printed; or `finish`, the side
-            that would finish the expert first.
+            `resident`, those after resident and shared experts and the next attention, as in the paper; or `auto`,
+            `resident` in a server on one GPU that idles meanwhile (`Policy.beside_gpu`), else `ahead`.
         evict_lower_only: whether a prefetch may evict only experts whose mean score is below the predicted one. The
             paper has no such rule.
     """
@@ -37,8 +39,7 @@ class Options(HostCosts):
     alpha: float = 0.3
     window: int = 3
     prefetch: bool = True
-    predict_from: Literal["ahead", "resident"] = "ahead"
-    split: Literal["sums", "finish"] = "sums"
+    predict_from: Literal["auto", "ahead", "resident"] = "auto"
     evict_lower_only: bool = False
 
     def __post_init__(self) -> None:
@@ -72,12 +73,13 @@ class Policy(policy.Policy):
           computed, and prefetched experts until their layer's router has chosen. They are evicted only if nothing else
           can be.
         - The paper predicts the next layer's scores by a forward through resident and shared experts, the next
-          attention and the next gate. With `predict_from` = `resident`, a server runs that forward while a layer's
-          misses load, through the experts that are resident after substitution, and logs the scores
-          (`moetool.runtime.experts.resident_forward`). A trace captured with `--keep resident` holds scores from the
-          residents of its own cache (`moetool.runtime.recording.resident_gates`). By default the next router gets the
-          hidden states at this layer's router (the column `ahead`), which is cheaper and may predict worse. Band C of
-          the prediction is prefetched, the highest scores first.
+          attention and the next gate, since the GPU idles while loads take longer (section IV-C). With `predict_from` =
+          `resident`, the default there, a server runs that forward while a layer's misses load, through the experts
+          that are resident after substitution, and logs the scores (`moetool.runtime.experts.resident_forward`). A
+          trace captured with `--keep resident` holds scores from the residents of its own cache
+          (`moetool.runtime.recording.resident_gates`). Elsewhere the next router gets the hidden states at this layer's
+          router (the column `ahead`), which is cheaper and may predict worse. Band C of the prediction is prefetched,
+          the highest scores first.
         - Algorithm 2 takes its costs from past timings, as `live` does. A server logs the costs it used, so that a
           replay decides alike. Otherwise costs are options, and without them the host computes nothing. Experts are
           ordered by their scores, averaged over the event's tokens. The cost of further tokens is an addition for
@@ -92,7 +94,8 @@ class Policy(policy.Policy):
         super().__init__(spec, options, num_slots, predictor)
         self.computes_on_host = options.splits
         self.live_costs = options.splits and options.live
-        self.search_lag = 0 if options.predict_from == "resident" else None  # that forward runs while misses load
+        self._column = "ahead" if options.predict_from == "auto" else options.predict_from
+        self.search_lag = 0 if self._column == "resident" else None  # that forward runs while misses load
         self._costs: HostCosts = options.at_first()
         self._scores = ScoreWindow(spec, options.window)
         self._shield: set[int] = set()  # experts of the current event
@@ -100,7 +103,16 @@ class Policy(policy.Policy):
 
     @property
     def columns(self) -> frozenset[str]:
-        return super().columns | {self.options.predict_from} if self.options.prefetch else super().columns
+        return super().columns | {self._column} if self.options.prefetch else super().columns
+
+    @classmethod
+    def beside_gpu(cls, spec: ModelSpec, options: Mapping[str, Any], num_slots: int) -> Mapping[str, Any]:
+        """Choose `resident` where the loads of a layer's misses take longer than the forward that they hide."""
+        if options.get("predict_from", "auto") != "auto":
+            return options
+        missing = max(spec.top_k_L) * (1 - num_slots / spec.total_experts)
+        idles = missing * spec.slot_bytes / _LINK_BYTES_S >= _PARTIAL_FORWARD_S
+        return {**options, "predict_from": "resident" if idles else "ahead"}
 
     def route(self, event: GateEvent, resident: Callable[[int], bool]) -> Sequence[Sequence[int]] | None:
         if not self.options.alpha:
@@ -117,7 +129,7 @@ class Policy(policy.Policy):
         mean_E, tokens_E = _scores(event).mean(axis=0, dtype=np.float64), tokens_of(event, self.spec)
         ranked = sorted(misses, key=lambda key: (-mean_E[key - base], key))
         seconds = [self._costs.seconds(tokens_E[key - base]) for key in ranked]
-        return ranked[two_pointers(seconds, self._costs.load_s, finish=self.options.split == "finish") :]
+        return ranked[two_pointers(seconds, self._costs.load_s, finish=False) :]
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         self._scores.see(event)
@@ -128,13 +140,13 @@ class Policy(policy.Policy):
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
         if not self.options.prefetch or event.layer + 1 == self.spec.num_layers:
             return ()
-        if self.options.predict_from == "resident":
+        if self._column == "resident":
             self.partial_forwards += 1
             scores_TE = event.resident_TE
         else:
             self.searches += 1
             scores_TE = None if event.ahead_ATE is None else event.ahead_ATE[0]
-        assert scores_TE is not None, f"the policy needs the column {self.options.predict_from}"
+        assert scores_TE is not None, f"the policy needs the column {self._column}"
         self._ahead = top_score(self.spec, event.layer + 1, scores_TE, self.options.alpha)
         return list(self._ahead)
 
@@ -264,14 +276,13 @@ def top_score(spec: ModelSpec, layer: int, scores_TE: np.ndarray, alpha: float) 
     return {spec.expert_key(layer, expert): float(mean_E[expert]) for expert in ranked}
 
 
-def choose_alpha(alphas: Sequence[float], tpot_s: Sequence[float], limit_s: float, degree: int = 2) -> float:
-    """Return the smallest alpha whose time per token, by a polynomial fit, is within a limit.
+def choose_alpha(alphas: Sequence[float], tpot_s: Sequence[float], limit_s: float) -> float:
+    """Return the smallest alpha whose time per token, by a quadratic fit, is within a limit.
 
     Args:
         alphas: measured alphas, two or more.
         tpot_s: seconds per token at each.
         limit_s: limit of the seconds per token.
-        degree: degree of the polynomial; at most the number of different alphas less one.
 
     Raises:
         UsageError: no alpha between the measured ones is fast enough, or too few were measured.
@@ -283,7 +294,7 @@ def choose_alpha(alphas: Sequence[float], tpot_s: Sequence[float], limit_s: floa
         raise UsageError(
             f"{len(alphas)} alphas and {len(tpot_s)} times are too few for a curve, expected at least two of each"
         )
-    made = np.polynomial.Polynomial.fit(alphas, tpot_s, min(degree, len(set(alphas)) - 1))
+    made = np.polynomial.Polynomial.fit(alphas, tpot_s, min(2, len(set(alphas)) - 1))
     tried = np.linspace(min(alphas), max(alphas), 1001)
     fast = np.flatnonzero(made(tried) <= limit_s)
     if not len(fast):

@@ -140,7 +140,7 @@ class PartialForward:
             output = part.layer.router.forward(seen.reshape(-1, seen.shape[-1]))
         return read_logits(part.layer, output, self._family)
 
-    def _require_equal_logits(self, model: Any, partial_logits: list[torch.Tensor]) -> None:
+    def require_equal(self, model: Any, partial_logits: list[torch.Tensor]) -> None:
         """Run a few tokens and compare the partial forward's logits with the routers'.
 
         Args:

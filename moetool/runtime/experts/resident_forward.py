@@ -1,8 +1,9 @@
 """A server's partial forward: the next router's logits after resident experts, while misses load."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from moetool.base.errors import UsageError
 from moetool.base.families import own_cache
 from moetool.base.types import GateEvent
 from moetool.caching.devices import Pool
+from moetool.caching.policy import Policy
 from moetool.caching.residency import Step
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.loading import LoadedModel
 from moetool.models.router_hooks import is_unrecorded, to_float16
+from moetool.runtime.experts.binding import bind_experts
 from moetool.runtime.experts.grouping import weighted_sum
 from moetool.runtime.experts.machines import ExpertPool
 from moetool.runtime.experts.partial_forward import PartialForward
@@ -23,7 +26,61 @@ from moetool.runtime.experts.pooled_experts import PooledExperts
 from moetool.trace.events import next_scores
 
 
-class PooledResidentForward(PartialForward):
+def options_beside_gpu(
+    kind: type[Policy], options: Mapping[str, Any], loaded: LoadedModel, slots: int
+) -> Mapping[str, Any]:
+    """Return a policy's options, as `Policy.beside_gpu` if this model is on a GPU and can run partial forwards.
+
+    Effects: may bind the model's experts; call it before a runtime does.
+    """
+    chosen = kind.beside_gpu(loaded.spec, options, slots) if loaded.device.type == "cuda" else options
+    return chosen if chosen == options or can_run(loaded) else options
+
+
+def can_run(loaded: LoadedModel) -> bool:
+    """Whether a server on one device can run partial forwards of this model: tries one over a few tokens.
+
+    Effects: binds the model's experts to ones that return their input.
+    """
+    logits: list[torch.Tensor] = []
+
+    def identity(layer: MoeLayer, hidden_TD: torch.Tensor, *routes: torch.Tensor) -> torch.Tensor:
+        if not is_unrecorded() and len(logits) < len(loaded.layers) - 1:
+            logits.append(tried.after_attention(len(logits)))
+        return hidden_TD
+
+    try:
+        tried = _AttendedForward(loaded)
+    except UsageError:
+        return False
+    bind_experts(loaded, SimpleNamespace(forward=identity))
+    try:
+        tried.require_equal(loaded.model, logits)
+    except UsageError:
+        return False
+    finally:
+        tried.close()
+    return not own_cache(loaded.model.config.get_text_config())
+
+
+class _AttendedForward(PartialForward):
+    """A partial forward whose attention gets the arguments of the layer before."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        super().__init__(loaded.model, loaded.layers)
+        self._attended: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        for part in self._layers:
+            self._handles.append(part.attention.register_forward_pre_hook(self._on_attention, with_kwargs=True))
+
+    def after_attention(self, i: int) -> torch.Tensor:
+        """Return the logits [T, E] of MoE layer i + 1, before layer i computes its experts."""
+        return self.through(i, *self._attended)
+
+    def _on_attention(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._attended = args, kwargs
+
+
+class PooledResidentForward(_AttendedForward):
     """Fills `GateEvent.resident_TE` of a running model, as in its log.
 
     Resident experts are the event's experts with a slot when the router chose, after substitution. The next layer's
@@ -67,7 +124,7 @@ class PooledResidentForward(PartialForward):
                 f"policy.predict_from=ahead, or replay a trace captured with --keep topk,logits,resident"
             )
         assert pool is not None
-        super().__init__(loaded.model, loaded.layers)
+        super().__init__(loaded)
         self.aside: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._residency = residency
         self._store, self._under_way = pool.store, pool.started
@@ -76,10 +133,7 @@ class PooledResidentForward(PartialForward):
         self._load_first = load_first
         self._pooled = pooled
         self._watchers: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
-        self._attended: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._stream = torch.cuda.Stream(loaded.device) if loaded.device.type == "cuda" else None
-        for part in self._layers:
-            self._handles.append(part.attention.register_forward_pre_hook(self._on_attention, with_kwargs=True))
 
     def require_equal_logits(self, model: Any) -> None:
         """Check the partial forward with experts that return their input; `model` must call them already.
@@ -96,7 +150,7 @@ class PooledResidentForward(PartialForward):
 
         self.aside = identity
         try:
-            self._require_equal_logits(model, partial_logits)
+            self.require_equal(model, partial_logits)
         finally:
             self.aside = None
 
@@ -148,10 +202,7 @@ class PooledResidentForward(PartialForward):
     def _logits(self, i: int) -> torch.Tensor:
         """Return the logits [T, E] of MoE layer i + 1 on the CPU, before layer i computes its experts."""
         if self._stream is None:
-            return self.through(i, *self._attended)
+            return self.after_attention(i)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            return self.through(i, *self._attended).cpu()  # waits for this stream only
-
-    def _on_attention(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._attended = args, kwargs
+            return self.after_attention(i).cpu()  # waits for this stream only

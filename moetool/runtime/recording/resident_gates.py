@@ -60,7 +60,7 @@ class ResidentForward(PartialForward):
                 self._handles.append(part.attention.register_forward_pre_hook(self._on_attention(i), with_kwargs=True))
         try:
             self.begin()
-            self._require_equal_logits(model, partial_logits)
+            self.require_equal(model, partial_logits)
         except BaseException:
             self.close()
             raise

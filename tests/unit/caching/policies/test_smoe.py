@@ -16,6 +16,7 @@ from moetool.caching.host_split import HostCosts, two_pointers
 from moetool.caching.policies import smoe
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency, StepKind
+from moetool.costing.machines import read_named_model
 from moetool.tuning.replay import ReplaySetup, replay
 from tests import traces
 from tests.refusals import refused
@@ -332,3 +333,21 @@ def test_a_host_that_is_switched_off_computes_nothing(policy: str) -> None:
         )
         hosted.append(residency.counts.hosted)
     assert hosted[0] > 0 == hosted[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "share", "chosen"),
+    [("qwen2-57b-a14b", 0.4, "resident"), ("qwen3-30b-a3b", 0.25, "ahead"), ("qwen2-57b-a14b", 1.0, "ahead")],
+)
+def test_beside_a_gpu_it_predicts_as_the_paper_where_loads_take_longer(model: str, share: float, chosen: str) -> None:
+    """The paper's S3 waits for 55 MB an expert; Qwen3's small ones arrive before the forward would end."""
+    named = read_named_model(model)
+    sizes = (named.expert_bytes,) * named.layers
+    spec = make_spec(named.layers, named.experts, named.top_k, expert_bytes=sizes)
+    slots = round(share * spec.total_experts)
+    options = smoe.Policy.beside_gpu(spec, {"alpha": 0.2}, slots)
+    assert options == {"alpha": 0.2, "predict_from": chosen}
+    assert chosen in build_policy("smoe", spec, options, slots).columns
+    for wish in ("ahead", "resident"):
+        assert smoe.Policy.beside_gpu(spec, {"predict_from": wish}, slots) == {"predict_from": wish}
+    assert "ahead" in build_policy("smoe", spec, {}, slots).columns  # on a CPU, and in a replay
