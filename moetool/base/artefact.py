@@ -26,7 +26,6 @@ class Artefact:
         EXAMPLE: arguments of that command, for messages (default: its --help).
         INDENT: indentation of its JSON; None: one line.
         FORMER: fields of earlier versions, which may be there if they are empty.
-        spec: spec of its model.
     """
 
     KIND: ClassVar[str]
@@ -48,7 +47,6 @@ class Artefact:
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         head = {"kind": self.KIND, "schema_version": self.VERSION, "moetool_version": __version__}
         return {**head, **asdict(self), "spec": self.spec.to_json()}
 

@@ -225,7 +225,6 @@ class GateEvent:
     """The experts that one forward needs at one MoE layer.
 
     Attributes:
-        forward: forward of the event.
         layer: index of the MoE layer, 0..L-1.
         experts_TK: experts of each token, by the model's own router.
         weights_TK: their weights in the sum (float32), or None if not requested.

@@ -58,7 +58,6 @@ class BenchResult:
 
     Attributes:
         bench: name in `BENCHES`.
-        options: options of the bench, by name.
         facts: values that hold for all rows, by name.
         notes: sentences for the reader.
         command: the typed command.

@@ -167,11 +167,9 @@ class ChosenRequests:
     """The requests of a trace that count, and those that run before them, all in the order of the trace.
 
     Attributes:
-        task: the task that counts.
         counted: its requests that count.
         before: by start, the requests that run before them; none for a start that the trace has no requests for.
         half: tokens of the first half of the one request of a trace, which then is its own start `task`; 0 for others.
-        tokens: tokens of each request.
     """
 
     task: str

@@ -33,12 +33,9 @@ class PredictorTableOptions:
     """Options of the bench.
 
     Attributes:
-        predictors: names.
         seeds: fits of each predictor; each has its own split of requests, initial weights and order.
         tokens: approximate tokens of each trace for training, validation and test, in whole requests evenly spaced over
             all tasks but the last one; and a quarter of as many of the last task.
-        options: options of predictors, by name.
-        fit: options of the fits.
 
     Raises:
         UsageError: a number is below 1, or a predictor is unknown or not made of a trace.

@@ -39,7 +39,6 @@ class RivalOptions:
     """Options of `moetool bench rivals`.
 
     Attributes:
-        prompt_tokens, new_tokens: tokens of each request.
         rounds: measured requests, after one warm-up.
         shares: memory limits as shares of the model's bytes; 0: no limit.
         threads: threads of each engine.

@@ -133,7 +133,6 @@ def open_setup(
     """Load the model and choose its workload.
 
     Args:
-        kinds: the policies, by name.
         stack: closes and removes the created objects at its end.
 
     Effects: writes the random checkpoint and the part of the trace; sets torch's number of threads.

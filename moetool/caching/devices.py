@@ -229,7 +229,6 @@ def open_pool(
     """Open the pool of these policies, one per device.
 
     Args:
-        capacity_bytes: capacity of each device's pool, for pools in bytes.
         layer_slots, split: as for `Residency`; a split has one device.
 
     Raises:

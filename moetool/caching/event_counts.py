@@ -17,7 +17,6 @@ class EventCounts:
     """Counts by an expert's key, for the model's thread; other threads may read them.
 
     Attributes:
-        needed: events that needed the expert.
         hits: those at which it was resident: neither loaded on demand nor computed on the host.
         loaded: its loads, on demand and ahead.
     """

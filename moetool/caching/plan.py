@@ -25,7 +25,6 @@ class CachePlan(Artefact):
     """Cache plan of a model's experts on one device.
 
     Attributes:
-        policy: name of the cache policy.
         options: values of the policy's `Options`.
         slots: expert slots of the pool.
         layer_slots: guaranteed slots of each layer (`moetool.caching.residency.Residency`); empty: one pool for all
@@ -50,7 +49,6 @@ class CachePlan(Artefact):
             chosen on `requests_used`, with seconds and bytes per decode token there and on `requests_held_out`
             (`moetool.tuning.frontier.Point.to_json`).
         target_tpot_s: target time per output token, if the memory was chosen for one.
-        reason: reason for the policy.
     """
 
     KIND: ClassVar[str] = "cache_plan"

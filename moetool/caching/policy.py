@@ -215,7 +215,6 @@ class Policy:
 
         Args:
             candidates: residents that may be evicted, layer by layer; never empty.
-            residents: all residents.
         """
         return self.evict(set(residents).difference(candidates))
 

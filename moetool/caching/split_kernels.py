@@ -345,7 +345,6 @@ def choose(split, single, token_E, hit_N, miss_N, worth_N, host_N):  # type: ign
 
     Args:
         single: whether the event has one token.
-        token_E: tokens of each expert of the layer.
         hit_N, miss_N: keys of residents and misses, in ascending order.
         worth_N: worth of each miss.
     """

@@ -37,9 +37,7 @@ class ExpertReads(JsonRecord):
 
     Attributes:
         experts: experts read from disk.
-        disk_bytes: bytes of these experts.
         host_experts: experts copied from host memory.
-        host_bytes: bytes of these experts.
         waiting_share: share of the time of forwards that the model waited for experts.
         tokens: tokens forwarded meanwhile.
     """
@@ -86,7 +84,6 @@ class BatchRun:
 
     Attributes:
         prompts: prompts of the finished batches.
-        new_tokens: their new tokens.
     """
 
     def __init__(

@@ -26,7 +26,6 @@ class CaptureCost(JsonRecord):
         prompts, together, batches: prompts, most of them that run at once, and batches.
         tokens: forwarded tokens.
         experts: expert reads.
-        read_bytes: bytes of these experts.
         disk_bytes: those of them from disk; host memory has the rest.
         read_s, compute_s: seconds of reading and of computing, which overlap in part.
     """

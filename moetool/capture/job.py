@@ -117,7 +117,6 @@ class CapturePlan:
     """A capture, before it runs.
 
     Attributes:
-        checkpoint: checkpoint of the model.
         options: final options, with device, data type and number of threads.
         batches: prompts of each batch.
         composition: the batches' sizes, KV cache and forwards; None: one prompt chunk of 512 tokens per forward.
@@ -138,7 +137,6 @@ class CapturePlan:
 
     @property
     def spec(self) -> ModelSpec:
-        """Return the model's spec."""
         return self.checkpoint.spec
 
     @property
@@ -206,7 +204,6 @@ def plan_capture(
     """Plan a capture.
 
     Args:
-        checkpoint: checkpoint of the model.
         options: device and data type are by default `cpu` and `float32` here.
         pooled: whether experts are computed from a pool, whose sums differ from the model's in the last bits.
         composition: prompts that run together (default: batches of `options.batch_size`, by default one prompt).
@@ -357,7 +354,6 @@ def require_disk(plan: CapturePlan, batches: Sequence[int], folder: Path, on_not
     fits only with short answers is started, since a full disk loses nothing.
 
     Args:
-        folder: folder of the trace.
         on_note: called with messages.
 
     Raises:

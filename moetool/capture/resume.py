@@ -122,7 +122,6 @@ class CaptureFolder:
         durable.write_text(facts, json.dumps(self.plan.facts, indent=1) + "\n")
 
     def remove(self) -> None:
-        """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def copy_to(self, writer: TraceWriter) -> None:

@@ -255,7 +255,6 @@ def run_batches(
 
 
 def load(plan: CapturePlan, open_model: OpenModel) -> LoadedModel:
-    """Load the model of a capture."""
     device, dtype = parse_device(plan.options.device or "cpu"), parse_dtype(plan.options.dtype or "float32")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -126,7 +126,6 @@ class ClusterFolder:
         """Store the servers' settings; they must be those of the servers that already run.
 
         Args:
-            settings: settings of each server.
             living: the running servers' processes, by server.
 
         Raises:

@@ -163,7 +163,6 @@ class TokenEstimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the token."""
         return self.memory_s + self.fixed_s + self.link_s + self.disk_s
 
     @property

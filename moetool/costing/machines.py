@@ -66,7 +66,6 @@ class NamedModel:
 
     Attributes:
         name: display name.
-        layers: MoE layers.
         experts, top_k: experts per layer and per token.
         hidden, expert_width: width of the residual stream and of an expert's inner layer.
         value_bytes: bytes per expert weight, scales included.

@@ -14,7 +14,6 @@ class Spent:
     Attributes:
         seconds: sum over the forwards, each from its beginning to its end.
         compute_s: compute on the device.
-        prediction_s: predictions.
         stall_s: waits of the compute stream for experts.
         host_s: experts computed on the host.
         host_wait_s: waits of the device for the host.

@@ -35,7 +35,6 @@ class MachineCheck:
     data: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the check as a JSON object."""
         return {"name": self.name, "value": self.value, "meaning": self.meaning, **self.data}
 
 

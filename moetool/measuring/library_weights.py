@@ -42,7 +42,6 @@ class WeightLibrary(Protocol):
     """A library that reads a checkpoint.
 
     Attributes:
-        name: its name.
         read_by: the reader of each part: `files` (which ones), `counts`, `names` (which tensors make a weight),
             `numbers` (as stored), `unpacking` of quantized ones.
     """

@@ -55,7 +55,6 @@ class PlainModel:
         open_layer: loads the weights of a decoder layer; None for a model in memory.
 
     Attributes:
-        layers: MoE layers.
         decoder_layers: all decoder layers.
     """
 

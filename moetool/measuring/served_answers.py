@@ -37,7 +37,6 @@ class Computed:
     Attributes:
         logits: [N, V] float32, of the generated tokens.
         inputs, outputs: hidden states before and after each decoder layer.
-        routes: by MoE layer.
     """
 
     logits: torch.Tensor
@@ -68,7 +67,6 @@ class Served:
     """A model that answers prompts by the server's own engine.
 
     Attributes:
-        prompts: tokens of each prompt.
         num_tokens: number of tokens to generate for each.
         device_memory_bytes: memory for weights, KV cache and expert pool.
     """

@@ -60,7 +60,6 @@ class Report:
 
     @property
     def verdict_line(self) -> str:
-        """Return the verdict in one line."""
         made = self.comparison
         tail = f"; {made.first}" if made.first else ""
         return f"{self.model}: {_WORDS[made.verdict]}{tail}"
@@ -138,7 +137,6 @@ class Report:
         return [f"{row.policy} ({row.skipped})" for row in self.comparison.policies if row.skipped]
 
     def to_markdown(self) -> str:
-        """Return the report as Markdown."""
         lines = ["# moetool verify", "", f"**{self.verdict_line}**", ""]
         lines += [f"- {problem}" for problem in self.comparison.problems[:20]]
         lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in self.facts()), ""]

@@ -22,7 +22,6 @@ class CacheSize:
     """Bytes of the caches of a model's requests.
 
     Attributes:
-        token_bytes: of each token.
         request_bytes: of each request whatever its length: states of fixed size, and short windows.
     """
 

@@ -80,7 +80,6 @@ def check_layers(
     ignores it.
 
     Args:
-        layers: MoE layers of the model.
         sources: the tensors of each parameter of the model.
         weights: weights in the files, by their names in an unquantized checkpoint.
         path: path of the checkpoint, for errors.

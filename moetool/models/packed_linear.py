@@ -63,7 +63,6 @@ class PackedLinear(nn.Module):
 
     @property
     def stored_weight(self) -> ScaledWeight | KernelWeight:
-        """The weight as stored."""
         assert isinstance(self._weight, ScaledWeight | KernelWeight)
         return self._weight
 

@@ -67,7 +67,6 @@ class StoredEmbedding(nn.Module):
         weights: index of the checkpoint.
         names: weights in it whose rows follow each other in the embedding; `readable_rows` must hold.
         dtype: type of the rows that `forward` returns. Values are converted as if they were loaded.
-        device: device of the model.
         on_change: called before the error when a forward finds that a file was written to.
 
     Effects: keeps the files of these weights open while the module lives.

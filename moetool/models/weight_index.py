@@ -13,7 +13,6 @@ class WeightIndex(NamedTuple):
 
     Attributes:
         files, stamps: the files that `Tensor.file` indexes.
-        weights: weights by name.
         quantization: weight formats; None if all are plain numbers.
     """
 

@@ -39,7 +39,6 @@ class Comparison:
     Attributes:
         rows: planner by planner, for each kind of requests.
         best: the planner with the least T_comp + T_comm on the requests that count: held-out ones, if there are any.
-        plan: its plan.
         migration: moves from the placement in force to it; None if that is unknown, or best.
         left_out: why planners that cannot place here are left out.
         inputs: requests, memory and costs of all planners.

@@ -27,7 +27,6 @@ class SlotChoice:
     Attributes:
         slots: that number.
         redundant: slots of a layer beyond one for each expert, on all GPUs together.
-        gpu_bytes: bytes of experts on a GPU.
         balance: mean over layers of (mean + 1e-5) / (max + 1e-5) of GPUs' loads, as placed by EPLB's global form, and
             with copies that share their expert's tokens evenly.
     """
@@ -38,7 +37,6 @@ class SlotChoice:
     balance: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

@@ -33,7 +33,6 @@ class PlacementModeScore(JsonRecord):
         latency: mean T_comp + T_comm of a layer, over the batches and layers.
         share_of_truth: the mode's gain over vanilla, as a share of that of `proactive`.
         moved: mean number of experts copied between two batches.
-        batches: number of batches.
     """
 
     mode: str

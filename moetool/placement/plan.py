@@ -23,7 +23,6 @@ class TraceReference:
     """A trace that a plan was made from.
 
     Attributes:
-        server: server of these requests.
         requests: number of used requests.
     """
 
@@ -38,9 +37,7 @@ class PlacementPlan(Artefact):
     """The experts that each GPU of a cluster holds.
 
     Attributes:
-        planner: name of the planner.
         options: all values of the planner's `Options`, defaults included.
-        seed: seed of the planner.
         experts_LG: experts by MoE layer and GPU, ascending. An expert may be on several GPUs.
         starts: choice of the GPU of its server where a request's tokens start.
         costs: unit and curves of T_comp and T_comm.
@@ -174,7 +171,6 @@ class Move:
         kind: `copy` (to `gpu`), `drop` (from `gpu`), `stage` (from `gpu` to the memory of its host, which computes it
             meanwhile) or `unstage` (drop it there).
         layer: MoE layer, 0..L-1.
-        expert: expert of that layer.
         gpu: GPU that it is copied to, dropped from or staged from.
         source: GPU that it is copied from; -1 for host memory (staged), or without a copy.
         bytes: moved bytes.

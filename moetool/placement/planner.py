@@ -50,7 +50,6 @@ class Problem:
 
     @property
     def spec(self) -> ModelSpec:
-        """Return the model."""
         return self.demand.spec
 
     @property

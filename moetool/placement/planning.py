@@ -98,7 +98,6 @@ class PlannerRow:
     planning_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {
             "planner": self.planner,
             "requests": self.requests,

@@ -12,7 +12,6 @@ class ReplacementRecord(JsonRecord):
 
     Attributes:
         at_s: time of the decision.
-        planner: name of the planner.
         local_before: local compute share of the current placement on the observed requests.
         local_after: the same under the new placement.
         calls_before: remote calls over the horizon under the current placement (`moetool.placement.decide.Observed`).

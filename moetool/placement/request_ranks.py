@@ -50,7 +50,6 @@ class RankAssignment:
         """Return a GPU for each request in queue order, as far as seats are free.
 
         Args:
-            requests: numbers of the requests.
             members: the available GPUs.
             seats: seats per GPU.
             taken: seats in use, by GPU (default: none).

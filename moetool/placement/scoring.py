@@ -82,7 +82,6 @@ class PlacementScore:
         return 0.0 if calls is None else (self.remote_calls - self.remote_bound) / calls
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "latency": self.latency, "latency_gap": self.latency_gap, "remote_gap": self.remote_gap}
 
 

@@ -240,7 +240,6 @@ class MapSearch:
         compare: whether to compare; otherwise the map is only collected.
 
     Attributes:
-        num_observed: number of observed layers.
         map_LE: distributions of observed layers, float32; 0 for others.
         unit_D: embedding normalized to length 1.
     """

@@ -90,7 +90,6 @@ class PathSignals:
             as for layers beyond those networks' reach.
 
     Attributes:
-        running: running requests by number.
         memory: memory of their paths, and of earlier requests'.
 
     Effects: `observe` of a forward's last layer stores its tokens in the memory, owned by their request. A request that

@@ -30,9 +30,6 @@ class ActivationMatrices:
     Args:
         past_HLE: array for H earlier requests, with rows of unit length in each layer (`unit_rows`).
         num_past: number of filled rows.
-
-    Attributes:
-        running: running requests by number.
     """
 
     def __init__(self, past_HLE: np.ndarray, num_past: int = 0) -> None:

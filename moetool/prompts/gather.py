@@ -378,7 +378,6 @@ def _of_file(file: Path) -> _Source:
 
 
 def _file(source: str, known: Sequence[str]) -> Path:
-    """Return the file of a source."""
     file = Path(source).expanduser()
     if not file.exists():
         if file.suffix or file.name != source:

@@ -43,8 +43,6 @@ class NearDuplicates:
 
     Attributes:
         similarity: minimum Jaccard similarity of near duplicates, above 0; 1 requires the same set of shingles.
-        num_exact: number of exact duplicates.
-        num_near: number of near duplicates.
 
     Raises:
         UsageError: the similarity is not in (0, 1].

@@ -27,7 +27,6 @@ class Popularity:
         tokens_QHLE: tokens of each half of each task that use an expert.
         uneven_L: tokens of the most used expert over its layer's mean (max / mean; 1 is even).
         gini_L: Gini coefficient of a layer's experts (0 is even).
-        bits_L: entropy of a layer's choices; log2 E is even.
         uneven_QL, gini_QL: the same for each task.
         tasks_apart_L: Jensen-Shannon divergence in bits between halves of two tasks, mean over the pairs of tasks; NaN
             with one task.
@@ -37,7 +36,6 @@ class Popularity:
     tokens_QHLE: np.ndarray
     uneven_L: np.ndarray
     gini_L: np.ndarray
-    bits_L: np.ndarray
     uneven_QL: np.ndarray
     gini_QL: np.ndarray
     tasks_apart_L: np.ndarray
@@ -74,7 +72,6 @@ def popularity(routes: SampledRoutes) -> Popularity:
         tokens_QHLE=tokens_QHLE,
         uneven_L=skews_L2[:, 0],
         gini_L=skews_L2[:, 1],
-        bits_L=entropy(tokens_LE),
         uneven_QL=skews_QL2[..., 0],
         gini_QL=skews_QL2[..., 1],
         tasks_apart_L=np.mean(across, axis=0) if across else np.full(spec.num_layers, np.nan),

@@ -21,7 +21,6 @@ class ReportOptions:
     Attributes:
         choices: most counted choices of routers (tokens x layers x k).
         uses: most replayed uses (distinct experts of a forward in a layer).
-        seed: seed of the sample.
         by: groups to compare: `task`, or the `label` of the prompt file.
         tokenizer: model whose tokenizer gives the text of tokens in the expert atlas (default: token ids).
     """

@@ -36,7 +36,6 @@ class TraceMeasures:
         info: `Trace.describe` of it.
         routes: the counted routes; all measures but `reuse` and `rows` are of these requests.
         replayed: numbers of the requests behind `reuse` and `rows`.
-        replayed_tokens: number of tokens of these requests.
         sequential: whether they were replayed one after the other or as recorded.
         lifts: `affinity.lift` of some layers, by the layer's index (in JSON by its absolute id).
         rows: rows of `moetool.tuning.replay`, by policy and budget; `BOUND` is the last policy.

@@ -98,10 +98,8 @@ class Budget:
     Attributes:
         limit_bytes: limit of the device's parts; None: none.
         dense_bytes: weights outside the routed experts.
-        predictor_bytes: the policy's predictor.
         kv_bytes: KV cache.
         activation_bytes: activations of the longest forward that borrows no slots.
-        slots_bytes: expert slots.
         host_bytes: host memory for experts, beside the device.
         library_bytes: libraries and buffers of the process, beside the device's parts.
         unused_bytes: the rest below the limit.

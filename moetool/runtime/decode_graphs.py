@@ -109,7 +109,6 @@ class DecodeGraphs:
 
     Args:
         model: a transformers model on a GPU.
-        layers: its MoE layers.
         runtime: computes the experts.
         locate: adds values to the model's arguments that must be computed on the device, inside the graph.
 

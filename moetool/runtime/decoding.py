@@ -44,7 +44,6 @@ class RowShape(NamedTuple):
 
     Attributes:
         heads: KV heads.
-        key_width: numbers of a key.
         value_width: numbers of a value; 0: the row is a latent and its rotary key, and there are no values.
         index_width: numbers of the key by which an indexer chooses the token; 0: the layer has no indexer.
     """

@@ -136,7 +136,6 @@ class EngineLike(Protocol):
         model_name: the model name for clients.
         max_context: maximum tokens of a prompt and its answer together.
         vocab_size: bound of token ids.
-        tokenizer: the model's tokenizer.
         max_requests: maximum concurrent requests; the engine queues more in the order of arrival.
         max_unbegun: maximum submitted requests that have not begun; others wait outside, where clients take turns.
             Larger for engines that use knowledge of coming requests.

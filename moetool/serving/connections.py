@@ -99,13 +99,11 @@ class Connections:
         return True
 
     def mark_idle(self, connection: "HttpConnection") -> None:
-        """Mark a connection as idle."""
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = time.monotonic()
 
     def mark_busy(self, connection: "HttpConnection") -> None:
-        """Mark a connection as busy."""
         self._waiting.pop(connection, None)
 
     def leave(self, connection: "HttpConnection") -> None:

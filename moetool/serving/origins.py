@@ -41,7 +41,6 @@ class OriginRules:
 
     @classmethod
     def of(cls, options: ServerOptions, *, keyless: bool) -> Self:
-        """Return the rules of a server's options."""
         hosts = frozenset(filter(None, map(host_name, options.allowed_hosts)))
         origins = frozenset(filter(None, map(origin_name, options.cors_origins)))
         return cls(hosts=hosts, origins=origins, keyless=keyless)

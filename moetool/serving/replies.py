@@ -28,7 +28,6 @@ class ReplySetup:
     """Request, prompt and limits of an answer, before it is generated.
 
     Attributes:
-        model: the model name in the request.
         num_prompt_tokens: tokens of all prompts of the request.
         logprobs: whether the answer has log-probabilities.
         include_usage: whether a stream ends with token counts.

@@ -219,7 +219,6 @@ def _arguments(feed: TextBuffer) -> Generator[AnswerPart | None, None, None]:
 
 
 def _array(feed: TextBuffer) -> Parsing:
-    """An array of calls."""
     yield from expect(feed, "[")
     while (yield from next_char(feed)) == "{":
         yield from _object(feed, "")

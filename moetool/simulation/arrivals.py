@@ -22,7 +22,6 @@ class Arrival:
 
     Attributes:
         at_s: seconds since the simulation's start.
-        server: number of its server.
         prompt_tokens: number of prompt tokens in the file; None without a file.
         new_tokens: number of new tokens in the file; None without a file.
     """

@@ -81,7 +81,6 @@ class EventLoop:
         tokens_GG: tokens from each GPU to each, once for each expert, local ones included.
         moving: running migrations.
         windows: cumulative (seconds, calls, local calls).
-        finished: finished requests.
 
     Source: Prism § IV-C, whose simulator interleaves communication and computation events. Not modelled: concurrent
     requests of a GPU take turns layer by layer instead of forming one batch; messages have no framing or loss; a token

@@ -24,7 +24,6 @@ class RankWork:
     """The tokens of a rank in one step.
 
     Attributes:
-        prompt_tokens: tokens of prompts.
         prompt_context: mean number of earlier tokens of their prompts.
         new_tokens: decoded tokens, one per request.
         context: mean number of tokens that a decoded token attends to.
@@ -61,7 +60,6 @@ class RankSeconds(Protocol):
 
         Args:
             rows_X: rows of each expert that has any, those of all requests merged.
-            rank_X: its rank.
         """
 
 

@@ -63,7 +63,6 @@ class SimulationInputs:
     """The cluster and the requests shared by runs.
 
     Attributes:
-        sources: source of requests by server number.
         history: requests for placements.
         later: sources of the second half of the requests, if the data changes during the run.
     """
@@ -206,7 +205,6 @@ def simulate(
 
     Args:
         arrivals: as in `moetool.simulation.arrivals.read_arrivals`.
-        requests: number of requests.
         costs: measured profile, or assumed costs, or those of ranks.
         on_progress: called with the activity, the amount done and the total.
 

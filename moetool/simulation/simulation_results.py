@@ -63,7 +63,6 @@ class Simulated:
     """One run of the simulator.
 
     Attributes:
-        mode: placement mode.
         costs: origin of compute seconds.
         served: requests, in the order of arrival.
         local: local compute share: expert calls computed by the request's own server.

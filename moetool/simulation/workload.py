@@ -22,7 +22,6 @@ class Route:
     """The routing of a request.
 
     Attributes:
-        prompt_TS: routes of the prompt, as in a trace.
         reply_TS: routes of its new tokens, each one forward.
         token_id_T: prompt tokens, the only known data of a waiting request; empty for synthetic routes.
     """
@@ -34,7 +33,6 @@ class Route:
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the tokens of the prompt."""
         return len(self.prompt_TS)
 
     @property
@@ -173,7 +171,6 @@ def draw_requests(
     If an arrival has lengths, the drawn request's rows are repeated or cut to these lengths.
 
     Args:
-        sources: sources by server number.
         decode_tokens: maximum number of new tokens, also for arrivals with lengths.
         most_tokens: maximum length of a prompt, also for arrivals with lengths (0: no limit).
         first_number: number of the first request.

@@ -7,7 +7,6 @@ from moetool.trace.rows import TokenBatch
 
 
 def to_forward(rows: TokenBatch, forward_id: int, *, embedding_TD: np.ndarray | None = None) -> ForwardInfo:
-    """Return the ForwardInfo of the rows of one forward."""
     return ForwardInfo(
         forward_id=forward_id,
         request_T=tuple(rows.request_T.tolist()),

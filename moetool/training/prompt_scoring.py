@@ -23,7 +23,6 @@ class PromptPrediction:
 
     Attributes:
         num_requests: pending requests.
-        prompt_tokens, new_tokens: numbers of tokens of these requests.
         scores: at distance 0: all layers and phases first, then by phase and layer.
         load_error: share of a prompt's workload predicted for wrong experts (0: none, 1: all), mean over requests and
             layers.

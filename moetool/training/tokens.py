@@ -34,8 +34,6 @@ class Tokens:
     """T tokens in their first P MoE layers; fields other than the experts are None if not requested.
 
     Attributes:
-        experts_TPK: experts of each token.
-        weights_TPK: their weights.
         scores_TPE: the routers' scores over all experts.
         hidden_TPD: hidden states at the routers' inputs.
         ahead_TPAE: the scores of the routers of the next A layers on these hidden states: [:, p, a] is for layer

@@ -32,7 +32,6 @@ class HalvedCounts:
 
     Attributes:
         tasks: tasks with the most tokens; one for counts.
-        tokens_QHLE: tokens of each expert.
         halves: whether there is a second half: several requests or passes, or the later half of a single request.
     """
 

@@ -52,7 +52,6 @@ class DeviceBudget:
         device_memory_bytes: device memory for the whole model.
         least_bytes: device memory of the smallest pool.
         most_bytes: device memory of every expert and the longest expected context.
-        slot_bytes: bytes of an expert in a slot.
         divide: the division of a device memory beside a predictor of some bytes. Raises: CapacityError below the
             smallest pool.
         dtype: data type of everything but the experts.

@@ -24,7 +24,6 @@ class PoolChoice:
     row: ReplayRow
 
     def replay(self, candidates: Candidates, requests: frozenset[int]) -> ReplayRow:
-        """Replay it on these requests."""
         name, budget_bytes = self.row.policy, self.row.budget_bytes
         (row,) = candidates.replay([name], [budget_bytes], requests, layer_slots=self.layer_slots)
         return row

@@ -48,7 +48,6 @@ class ReplayRow:
     """Results of one policy with one budget.
 
     Attributes:
-        budget_bytes: bytes of the budget.
         slots: expert slots in the budget; for a pool in bytes, the number of largest experts that fit.
         prefill: counts over the forwards with prompt tokens.
         decode: counts over the forwards without.

@@ -17,7 +17,6 @@ class ServedDecisions:
     """Policy and settings that decided in a server with one device.
 
     Attributes:
-        policy, options: the policy.
         layer_slots: guaranteed slots of each layer; empty: none.
         reserved_slots: forwards, and the slots that hold no experts from there on.
         split: costs by which the host computed misses; None: the policy placed them.

@@ -16,7 +16,7 @@ from tests.ranks import Answers, open_head
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("emulated", [{"link_bytes_s": 20e6, "expert_token_s": 1e-4}, {}], ids=["links", "cores"])
+@pytest.mark.parametrize("emulated", [{"link_bytes_s": 20e6}, {}], ids=["links", "cores"])
 def test_micro_batches(emulated: dict[str, float], reference: Path, tokenizer: Any) -> None:
     """Nine prompts of 200 tokens on three ranks, in whole and in halves by turns."""
     text = tokenizer("the king of the old house said that seven great rivers return to the sea " * 20)["input_ids"]

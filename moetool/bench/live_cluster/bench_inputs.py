@@ -29,7 +29,6 @@ class BenchInputs:
 
     Attributes:
         dtype: data type in which servers compute.
-        tasks: task of each server.
         texts: served prompts, by server.
         planned: traces for planning, by server name.
         served: traces of the served prompts.

@@ -58,7 +58,6 @@ class Hosts:
         environment: environment of processes that join their Ray, with its token.
         count: number of hosts.
         names: names of the hosts' namespaces; they contain this process's id.
-        head: name of the head's namespace.
 
     Effects: makes namespaces. `close` ends every process in them and removes them. Namespaces left by a killed process
     are removed first.

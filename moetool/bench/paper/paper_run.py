@@ -80,9 +80,6 @@ def decided_elsewhere(claim: Claim, found: ExperimentResult, model: NamedModel |
 
     A policy that moves whole layers loses by experts per layer over experts per token, so a bound on the gain over it
     needs the paper's. What is measured in bytes or seconds of a model needs one of its size, or a GPU (`Claim.needs`).
-
-    Args:
-        model: the paper's model.
     """
     if model is None:
         return ""

@@ -71,7 +71,6 @@ class PlacedExperts(RemoteExperts):
         held: (layer, expert) held from the start.
         capacity: most experts held (`LocalExperts`).
         peers: the other servers.
-        meter: counts.
         options: options of calls to other servers.
 
     Attributes:

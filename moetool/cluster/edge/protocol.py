@@ -53,7 +53,6 @@ class WorkerStats:
         expert_s: seconds of computing experts, for own and other users.
         expert_pairs: pairs in `expert_s`.
         call_s: seconds of calls to each server, from sending to the answer.
-        calls: number of calls to each server.
         call_pairs: pairs in `call_s`.
         bytes_out: bytes sent to each server, calls and answers.
         migrated_bytes: bytes of experts received from other servers.

@@ -52,7 +52,6 @@ class SchedulerOptions:
             them, because a placement from few requests fits only these.
         poll_s: seconds between a worker's reports.
         planner: planner of new placements.
-        options: options of the planner.
         decide: `eq4`: migrate if Prism's Eq. 4 says so; `always`; `never`: watch only.
         horizon_s: assumed duration of a placement in Eq. 4 (0: the interval).
         half_life_s: half-life of observed routes and calls (0: no decay).

@@ -15,7 +15,6 @@ class BatchRecord:
 
     Attributes:
         number: number from 0.
-        requests: requests in it.
         seconds: wall time at the head, from start to end.
         ready_s: part of these spent waiting for experts.
         waited_s: waits of all-to-alls for parts of experts, maximum over ranks.

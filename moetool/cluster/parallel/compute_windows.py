@@ -106,11 +106,9 @@ class EmulatedMachine:
 
     Args:
         link_bytes_s: emulated rate of its sends, which queue; 0: no emulation.
-        expert_token_s: emulated compute seconds per row of an expert.
     """
 
-    def __init__(self, link_bytes_s: float = 0.0, expert_token_s: float = 0.0) -> None:
-        self.link_bytes_s, self.expert_token_s = link_bytes_s, expert_token_s
+    def __init__(self, link_bytes_s: float = 0.0) -> None:
         self._link = Bucket(link_bytes_s) if link_bytes_s else None
 
     def send(self, num_bytes: int) -> None:

@@ -103,7 +103,7 @@ class RankExperts:
         self._members: list[int] = []
         self._to_LE: np.ndarray | None = None
         self._half_GLE: np.ndarray  # experts of the second micro-batch
-        self._row_s = machine.expert_token_s
+        self._row_s = 0.0
         self._dense_before_s: dict[int, float] = {}
         self._began = time.perf_counter()
         self.group: Group | None = None
@@ -318,8 +318,6 @@ class RankExperts:
         if together:
             outputs += form.compute_each(*zip(*together, strict=True))
         out_YD = torch.cat(outputs) if outputs else torch.empty_like(got_YD)
-        if self._machine.expert_token_s and rows:
-            time.sleep(max(0.0, rows * self._machine.expert_token_s - (time.perf_counter() - began)))
         if out_YD.is_cuda:
             torch.cuda.current_stream(out_YD.device).synchronize()
         taken_s = time.perf_counter() - began

@@ -84,7 +84,6 @@ class Members:
     Attributes:
         ranks: live ranks, by GPU.
         members: ranks of the current generation.
-        generation: its number.
         whole: whether all members have joined it.
         joined: time when each generation was complete.
         starting: ranks whose new process is not ready.

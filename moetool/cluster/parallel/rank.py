@@ -100,7 +100,7 @@ class Rank:
             self.buffers = ExpertBuffers(loaded.files, loaded.device)
             stack.callback(self.buffers.close)
             self.windows = Windows(strict=options.migrate != "pipelined")
-            machine = EmulatedMachine(options.link_bytes_s, options.expert_token_s)
+            machine = EmulatedMachine(options.link_bytes_s)
             self._in_halves = options.in_halves(on_one_machine)
             self.experts = RankExperts(
                 loaded,

@@ -67,7 +67,6 @@ class RankHead:
         control: decides on new placements.
         costs: costs for decisions (default: measured only).
         launcher: starts the ranks.
-        rank_options: options of each rank.
         options: options of batches.
 
     Attributes:

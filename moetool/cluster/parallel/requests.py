@@ -51,9 +51,7 @@ class Requests:
 
     Attributes:
         pending: waiting requests in the order in which they will run.
-        running: running requests by number.
         prompt: prompt tokens of requests that have begun, counted again for each retry.
-        generated: generated tokens.
         retried: restarts of requests.
     """
 

@@ -42,12 +42,10 @@ class ParallelOptions:
         predictors: folders of trained predictors for `proactive`, the cheapest first, such as a cascade and an
             awq_replica.
         planner: planner of new placements.
-        planner_options: its options.
         always: apply a new placement even if it is not expected to pay.
         starts: the rank on which a request's tokens start (`RankAssignment`; default: the plan's).
         gather_s: seconds that an incomplete batch waits for more requests.
         patience_s: seconds that a batch waits for its pending decision; later decisions are dropped.
-        seed: seed of planners.
     """
 
     placement: str = "offline"

@@ -31,7 +31,6 @@ class AttentionJob(NamedTuple):
         key_token, key_head, value_token, value_head: bytes from one token, or head, of the cache to the next.
         heads: KV heads.
         parts: tasks that share a KV head.
-        sequences: number of sequences.
         sinks: address of the scores of each task's sinks (`sink_rows`).
         sink_bytes: from one task of a sequence to the next; 0: all have the same.
     """

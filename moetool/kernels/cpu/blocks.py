@@ -74,7 +74,6 @@ def paired(kind: RowKind) -> RowKind:
 
 
 def row_block(vectors: Vectors, kind: RowKind, address: Any) -> RowBlock:
-    """The block at an address."""
     if kind.ggml in _BY_WORDS:
         return _BY_WORDS[kind.ggml][1](BlockReader(vectors, address), kind.paired)
     if kind.ggml in CODED:

@@ -27,7 +27,6 @@ class RowJob(NamedTuple):
         output: address, [R, O] of float32 or bfloat16; for unpacked weights bfloat16 [O, I].
         narrow: 1 if the output is in bfloat16, else 0.
         ahead: prefetch distance in bytes.
-        weights: number of weights.
     """
 
     next_task: int
@@ -48,7 +47,6 @@ class RowShape(NamedTuple):
         groups: groups of columns with a scale each, or 1.
         vectors: blocks in such a group.
         scale_rows: rows of the weight that share a row of scales.
-        scale_bytes: bytes of a row of scales.
     """
 
     outputs: int

@@ -19,7 +19,6 @@ class RowKind:
         scale: `none`; `float32`, for blocks of rows and columns; `exponent`, a byte per 32 numbers of a row;
             `float8`, a float32 per row, then a byte per 16 numbers; `own`: blocks contain their scales.
         one: bytes that, repeated, encode ones.
-        block_bytes: bytes of a block.
         factor: factor on float32 scales, because of how the kernel reads numbers.
         ggml: ggml type of the blocks; None for other formats.
         divides: whether a row's scale divides the others.

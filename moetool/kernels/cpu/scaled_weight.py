@@ -27,7 +27,6 @@ class ScaledWeight(NamedTuple):
     unpack the weight first; it is then rounded like an unpacked weight.
 
     Attributes:
-        kind: kind of the numbers.
         values: uint8 [O, bytes of a row].
         scale: float32 [S, G] times the kind's factor, or uint8, padded with zeros: [O * G] exponents, or [O * (4 + G)],
             a row's float32 times the kind's factor before its FP8 numbers; empty if blocks contain their scales.
@@ -142,7 +141,6 @@ def _row_shape(kind: RowKind, outputs: int, columns: int, group: int, scale_rows
 
 
 def scale_bytes(kind: RowKind, columns: int, group: int) -> int:
-    """Bytes of a row of scales."""
     if not kind.scales_a_block:
         return 4 * (columns // group)
     return columns // group + (SCALE_BYTES if kind.scale == "float8" else 0)

@@ -48,7 +48,6 @@ class TileJob(NamedTuple):
         threads: 0; each thread increments it once.
         x: address of the rearranged rows.
         output: address, bfloat16 [R, O].
-        weights: their number.
         inputs: I.
         room: address of each thread's memory, `room_bytes` each.
         room_bytes: of a thread.

@@ -199,7 +199,6 @@ class ExpertFiles:
     Attributes:
         reads: byte ranges of each expert, by key.
         stored_bytes: bytes of one expert as stored.
-        slot_bytes: bytes of a slot.
         shapes: shapes of an expert's parts.
         converts: whether slots differ from the stored form.
         num_layouts: layouts that `views` distinguishes.

@@ -186,7 +186,6 @@ def holds_experts(module: Any) -> bool:
 
 
 def form_of(module: Any) -> ExpertForm:
-    """Return the form of a module's experts."""
     own = _OWN.get(type(module).__name__)
     return own(module) if own is not None else _interface(module)
 

@@ -108,7 +108,6 @@ def spec_of(
     """The ModelSpec of a model, with or without its weights.
 
     Args:
-        layers: its MoE layers.
         name: display name of the checkpoint.
         expert_bytes_L: bytes of an expert in the checkpoint.
 

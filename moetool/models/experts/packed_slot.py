@@ -18,11 +18,7 @@ from moetool.models.weights.pack_quantized import PackQuantized
 
 @runtime_checkable
 class FourBitCodec(Protocol):
-    """A codec whose 4-bit values can stay packed.
-
-    Attributes:
-        bits: bits per value.
-    """
+    """A codec whose 4-bit values can stay packed."""
 
     @property
     def bits(self) -> int: ...
@@ -59,7 +55,6 @@ class _Run(NamedTuple):
         return self.rows * self.columns // 2 + scales * each + 4 * self.columns * self.ordered
 
     def of(self, slot: torch.Tensor, tile: int) -> KernelBlock:
-        """Return the block in a slot."""
         at = self.offset
 
         def next_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -82,7 +77,6 @@ class PackedSlot:
     """A slot with a packed expert: for each part the values, scales and other data of the weight.
 
     Args:
-        layout: layout of the stored experts.
         tile: rows of a tile of the kernel.
     """
 
@@ -122,7 +116,6 @@ class PackedSlot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a slot."""
         last = self._runs[-1][-1]
         return last.offset + last.num_bytes
 

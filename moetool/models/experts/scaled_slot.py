@@ -39,7 +39,6 @@ class _Segment(NamedTuple):
         shape: shape of the part; for kept numbers, [rows, columns] as stored.
         offset, scale_offset: positions in the slot.
         group, scale_rows: see `ScaledWeight`.
-        scale_bytes: bytes of the scales.
     """
 
     kind: RowKind | None
@@ -63,7 +62,6 @@ class ScaledSlot:
     """A slot that holds an expert as stored; tensors without a scale are unpacked.
 
     Args:
-        layout: layout of the stored experts.
         shapes: shapes of the parts.
         dtype: data type of unpacked parts.
     """
@@ -90,7 +88,6 @@ class ScaledSlot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a slot."""
         last = self._segments[-1][-1]
         if last.kind is None:
             return last.offset + math.prod(last.shape) * self.dtype.itemsize

@@ -49,7 +49,6 @@ class Field(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Its bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
@@ -89,7 +88,6 @@ class StoredLayout:
         return [field for field in self.fields if (field.part, field.role) == (part, role)]
 
     def blocks(self, memory: torch.Tensor, part: int) -> tuple[Stored, ...]:
-        """Tensors of a part, block by block."""
         found: list[dict[str, torch.Tensor]] = [{} for _ in self.codecs[part]]
         for field in self.fields:
             if field.part == part:
@@ -173,7 +171,6 @@ class DenseSlot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a slot."""
         return sum(torch.Size(shape).numel() for shape in self.shapes) * self.dtype.itemsize
 
     def views(self, slot: torch.Tensor) -> tuple[torch.Tensor, ...]:

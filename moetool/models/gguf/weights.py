@@ -36,7 +36,6 @@ class GgufPart:
 
     Attributes:
         tensors: their ggml names, by role.
-        shape: shape of the weight.
         undo, interleaved, transposed: see `GgmlCodec`.
     """
 

@@ -34,7 +34,6 @@ class AwqCodec:
 
     Attributes:
         group: inputs that share a scale.
-        bits: bits per value.
     """
 
     group: int

@@ -96,10 +96,8 @@ class StoredWeight:
 
     Attributes:
         name: name of the weight in an unquantized checkpoint.
-        shape: shape of the weight.
         tensors: tensors by role.
         codec: makes the weight from them.
-        format: name of the weight format.
     """
 
     name: str

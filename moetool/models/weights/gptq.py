@@ -48,7 +48,6 @@ class GptqCodec:
     """(value - zero point) * scale of the value's group, in the type of the scale.
 
     Attributes:
-        bits: bits per value.
         group: inputs that share a scale, unless `g_idx` lists them.
         offset: added to the stored zero points.
     """
@@ -92,7 +91,6 @@ class Gptq:
     """The format.
 
     Attributes:
-        bits: bits per value.
         group: inputs that share a scale; -1: all.
         act_order: whether groups may consist of arbitrary inputs (`desc_act`).
         offset: added to the stored zero points: 1, and 0 in files of the second version.

@@ -16,7 +16,6 @@ class PackCodec:
     """(packed value - zero point) * scale, in the type of the scale.
 
     Attributes:
-        bits: bits per value.
         columns: inputs; the last word of a row may hold more.
     """
 

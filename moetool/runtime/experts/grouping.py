@@ -27,7 +27,6 @@ class RowsByExpert:
         self._inputs_of = inputs_of
 
     def input(self, expert: int) -> torch.Tensor:
-        """Return an expert's rows."""
         return self._inputs_of[expert]
 
     def put(self, expert: int, output: torch.Tensor) -> None:

@@ -39,7 +39,6 @@ class DecoderLayer:
     """The modules of one layer of the usual shape: x + attention(norm(x)), then x + block(norm(x)).
 
     Attributes:
-        layer: its MoE layer.
         block: the module that holds its router and experts, and its shared experts if it has any.
     """
 

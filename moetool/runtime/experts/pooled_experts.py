@@ -219,7 +219,6 @@ class PoolMachine(StoreMachine):
     """Runs an event's program by one product for each wave, all experts of which have slots.
 
     Args:
-        pooled: the model's experts.
         x: input rows; choice r is of row r // `each`.
         num_needed: number of experts that the event needs.
         recorded: computes the layer's output by a CUDA graph, once all needed experts have slots and are in the table.

@@ -27,10 +27,8 @@ class StoreStats(JsonRecord):
 
     Attributes:
         reads: experts read from disk.
-        bytes_read: bytes of these experts.
         prefetch_bytes: the prefetched part of these bytes.
         host_hits: experts found in host memory when loaded, or computed there.
-        host_bytes: bytes of these experts.
         late: prefetched experts that arrived late.
         retried: reads repeated after an error.
         stall_seconds: time the model's thread waited for bytes.

@@ -117,7 +117,6 @@ class KvPages(Cache):
     """Rows of every layer, for any number of requests; to a model it is a cache without earlier tokens.
 
     Args:
-        shapes: rows of each layer.
         num_pages: pages that requests may have.
         dtype: of the rows.
 

@@ -45,7 +45,6 @@ class ServeLog:
         keep: columns besides the experts, as in `moetool capture --keep`.
         ahead: number of layers that the column `ahead` looks ahead, if it is kept.
         facts: other inputs that a replay needs for the same decisions: policy, options, slots, devices, learned state.
-        limits: limits of a segment.
 
     Effects: `attach` hooks the model and makes `out`. A killed server's log there is renamed to `out.1`, or the next
     free number.
@@ -126,7 +125,6 @@ class ServeLog:
         self._unseen.add(request)
 
     def begin_forward(self, batch: Batch) -> None:
-        """Begin a forward."""
         self._batch, self._forward = batch, batch.info.forward_id
         self._last |= dict.fromkeys(batch.info.request_T, self._forward)
         for request, position in zip(batch.info.request_T, batch.info.position_T, strict=True):

@@ -26,7 +26,6 @@ class OraclePolicies:
     Attributes:
         serving: the server's policy.
         plan: the plan's policy, if another serves; empty without a plan.
-        plan_options: options of the plan's policy.
     """
 
     serving: str

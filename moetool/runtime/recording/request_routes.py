@@ -43,7 +43,6 @@ class RequestRoutes:
         self._rows[request], self._positions[request] = [], 0
 
     def begin_forward(self, batch: Batch) -> None:
-        """Begin a forward."""
         if self._recorder is not None:
             self._recorder.discard()
             self._batch = batch

@@ -1,7 +1,6 @@
 """Run decode steps on a CPU as recorded programs, with stops only where Python has to decide or to observe."""
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ class RecordedSteps:
 
     Args:
         model: on a CPU; its modules compute what no program does.
-        layers: its MoE layers.
         runtime: decides about experts.
         pages: the KV cache; its memory may move from step to step, but not its strides.
 
@@ -34,7 +32,6 @@ class RecordedSteps:
         refused: why steps are not recorded; empty if they are.
         steps: number of steps run as programs.
         calls: calls of programs from Python in all of them.
-        record_s: seconds spent recording.
 
     Effects: records steps of one row now, others when they first occur; keeps a workspace for each.
     """
@@ -47,7 +44,6 @@ class RecordedSteps:
         if any(keys is not None for keys in pages.index_keys):
             self.refused = "recorded steps have no function for its indexers"
         self.steps = self.calls = 0
-        self.record_s = 0.0
         self._watched = {id(layer.router) for layer in layers} | {id(layer.experts) for layer in layers}
         self._hooks_of: dict[int, tuple[Any, Any]] = {}
         self._others: list[Any] = []
@@ -72,7 +68,6 @@ class RecordedSteps:
         """Record the steps of so many rows, unless that is done or refused."""
         if self.refused or rows in self._steps:
             return
-        began = time.perf_counter()
         try:
             recording = record_step(self._model, self._layers, rows)
             self._steps[rows] = lower(recording, self._strides, self._runtime.native_weights)
@@ -80,7 +75,6 @@ class RecordedSteps:
             self.refused = str(error)
             level = logging.INFO if isinstance(error, Unrecordable) else logging.WARNING
             _LOG.log(level, "decode steps run module by module: %s", error)
-        self.record_s += time.perf_counter() - began
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, batch: KvBatch) -> torch.Tensor:
         """Run a step that `takes` accepts; returns its logits [1, T, V], valid until the next step.

@@ -34,7 +34,6 @@ class Operand:
     """A tensor's place in memory.
 
     Attributes:
-        storage: number of its storage.
         offset: bytes from the storage's start to its first number.
         shape, strides: sizes, and bytes between neighbours, by dimension.
     """

@@ -29,7 +29,6 @@ class LayerArrays:
     Attributes:
         values: [T, L, X], or [B, T, L, X] of a batch; or [T, X] of a file without layers.
         layers: absolute layers, if the file names them.
-        entry: name of the entry.
     """
 
     values: np.ndarray

@@ -27,7 +27,6 @@ class Exported:
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "out": str(self.out)}
 
 

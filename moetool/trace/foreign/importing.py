@@ -59,7 +59,6 @@ class Imported:
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "out": str(self.out)}
 
 

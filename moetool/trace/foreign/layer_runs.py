@@ -26,7 +26,6 @@ class LayerRows:
 
     Attributes:
         layer_R: absolute layer.
-        experts_RK: experts of the token.
         weights_RK: weights of the experts, if the file has them.
         decode_R: whether the row is a new token, if the file marks it.
         most_drafts: maximum tokens in a forward of new tokens (above 1: drafts that are verified together).

@@ -28,7 +28,6 @@ class GivenFacts:
         name: display name of the model.
         num_hidden_layers: number of layers with and without experts.
         first_k_dense: number of first layers without experts; all later layers have experts.
-        num_experts: number of experts in each MoE layer.
         top_k: experts per token and layer.
         expert_bytes: bytes of one expert.
         hidden_size: width of the residual stream.

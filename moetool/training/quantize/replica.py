@@ -50,7 +50,6 @@ def make_replica(
     layer.
 
     Args:
-        checkpoint: checkpoint of the model.
         facts: additional entries of the card.
         on_progress: called with the finished steps and the total: two for each layer, and the reload.
 

@@ -52,7 +52,6 @@ class Inputs:
         calls: arguments of each inspected module, one call per block.
         mean: mean |x| of the inputs of a module, [I]; of the experts' down projections [E, I].
         square: mean x² of the inputs of a module, [I], or of the experts' two products [E, I], by `up` and `down`.
-        tokens_E: number of tokens of each expert.
         middle: input of each expert's down projection: [T', I], for the first tokens.
     """
 

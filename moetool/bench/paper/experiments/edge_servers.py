@@ -54,7 +54,6 @@ class Options(EdgeOptions):
     """Options of the experiment.
 
     Attributes:
-        modes: placement modes.
         sweep: values of `gpus`, `bandwidth` and `gap`.
         measure: `latency` in seconds; `local`, local compute share; `phases`, local compute share before and after the
             first decision by Eq. 4.

@@ -50,7 +50,6 @@ class ModeRun:
     """A line of the comparison.
 
     Attributes:
-        mode: placement mode.
         options: options of the mode's planner, in addition to those for planning between batches.
         predictor: predictor of the queue's routing from its prompts, trained on other requests; empty: the true one.
         migrate, planning: as in `moetool simulate`.

@@ -25,7 +25,6 @@ class Options:
         policies: cache policies.
         predictor: predictor for policies that need one; trained on a trace of other prompts of the same sets.
         memory: expert memory, as a share of all experts.
-        new_tokens: new tokens per request.
         measure: `latency` of a request, or `booking`, the policy's share of the time per output token.
     """
 

@@ -24,7 +24,6 @@ class Options:
 
     Attributes:
         data: prompt sets, mixed; a given trace replaces them.
-        lines: policies by name.
         memory: expert memory, as a share of all experts; per layer for a policy with a partial forward.
         alpha: a chosen expert is low-score below (1 + alpha) times the (k+1)-th highest score.
         measure: `loads`, the shares of low-score and top-score choices that were neither resident nor substituted;

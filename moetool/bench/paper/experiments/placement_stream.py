@@ -32,7 +32,6 @@ class Options:
         experts: experts per layer; higher ids count as `expert % experts` (0: all), so that an exhaustive search ends.
         layers: indices of the MoE layers (empty: all).
         batches: most batches per seed.
-        tokens: tokens per request.
         reported: the compared modes.
     """
 

@@ -59,7 +59,6 @@ class Options:
         apart: train predictors on all other parts of the prompts and measure every request, without a history, for
             pools that keep nothing from one request to the next; without effect on a given trace, which has no other
             parts.
-        lines: policies by name.
         memory: expert memory, as shares of all experts.
         batch: sizes of batches.
         measure: `hits`, hit rate in decode; `ttft` and `tpot`; `sides`, time per output token that the link transfers

@@ -43,7 +43,6 @@ class Options:
 
     Attributes:
         data: prompt sets; the given trace replaces them.
-        lines: lines by name.
         measure: `match`, the share of the k experts among the predicted k; `exact`, all k predicted; `one`, at least
             one predicted; `prompt`, the match of predictions for a prompt before it runs; `size`, bytes as a share of
             the routed experts'; `overhead`, prediction time per prompt token as a share of plain transformers' time per

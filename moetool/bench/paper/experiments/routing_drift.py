@@ -22,7 +22,6 @@ class Options:
 
     Attributes:
         data: prompt sets, mixed; given traces replace them.
-        batch: requests per batch.
     """
 
     data: tuple[str, ...] = ALL
