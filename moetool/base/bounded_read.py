@@ -103,20 +103,20 @@ def parse_toml(text: str) -> dict[str, Any]:
         value = tomllib.loads(text)
     except RecursionError:
         raise ValueError(f"nested deeper than {DEPTH} levels") from None
-    _require_shallow(value)
+    require_depth(value, DEPTH)
     return value
 
 
-def _require_shallow(value: Any) -> None:
-    level = [value]
-    for _ in range(DEPTH):
+def require_depth(values: Any, most: int) -> None:
+    """Raise ValueError where dictionaries and lists are nested in more than this many levels."""
+    level = [values]
+    for _ in range(most):
         level = [
-            child
-            for parent in level
-            if isinstance(parent, dict | list)
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, dict | list)
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
         ]
         if not level:
             return
-    raise ValueError(f"nested deeper than {DEPTH} levels")
+    raise ValueError(f"nested deeper than {most} levels")

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moetool.base.bounded_read import read_bytes
+from moetool.base.bounded_read import read_bytes, require_depth
 from moetool.base.errors import MismatchError, first_line, shortened
 
 MAX_BYTES = 256 << 20
@@ -43,10 +43,10 @@ def parse_object(content: bytes, *, constants: bool = False) -> dict[str, Any]:
             parse_int=None if constants else _whole,
         )
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels") from None
+        raise ValueError(f"nested deeper than {_MAX_DEPTH} levels") from None
     if not isinstance(values, dict):
         raise ValueError("it holds no JSON object")
-    _require_depth(values)
+    require_depth(values, _MAX_DEPTH)
     return values
 
 
@@ -103,17 +103,3 @@ def _whole(text: str) -> int:
     if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**64:
         raise ValueError(f"{shortened(text, 20)} is too large for a number")
     return value
-
-
-def _require_depth(values: Any) -> None:
-    level = [values]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            inner
-            for one in level
-            for inner in (one.values() if isinstance(one, dict) else one)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return
-    raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")

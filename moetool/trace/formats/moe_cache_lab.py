@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.base.errors import MismatchError
+from moetool.base.json_files import parse_object
 from moetool.trace.foreign.file_sample import FileSample
 from moetool.trace.foreign.model_facts import ModelFacts
 from moetool.trace.foreign.routes import (
@@ -142,18 +143,10 @@ def _events(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _object(where: str, line: str) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(made := dict(pairs)) < len(pairs):
-            raise ValueError("a key comes twice")
-        return made
-
     try:
-        record = json.loads(line, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
+        return parse_object(line.encode(), constants=True)
+    except ValueError as error:
         raise MismatchError(f"{where} is not JSON ({error}); the file is cut off or damaged") from None
-    if not isinstance(record, dict):
-        raise MismatchError(f"{where} is {line[:40]!r}, expected a JSON object")
-    return record
 
 
 def _check_event(where: str, event: dict[str, Any], width: int | None) -> None:

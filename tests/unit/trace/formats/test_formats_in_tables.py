@@ -206,9 +206,9 @@ def test_a_damaged_moe_cache_lab_file_is_refused(tmp_path: Path) -> None:
         (whole[:-30], "is not JSON"),
         (b"", "begins with"),
         (b"\xff" + whole, "is not text"),
-        (whole + b"[1, 2]\n", "expected a JSON object"),
-        (whole.replace(line.encode(), (line[:-1] + ', "layer": 1}').encode()), "a key comes twice"),
-        (whole + b'{"a":' * 50_000, "is not JSON"),
+        (whole + b"[1, 2]\n", "holds no JSON object"),
+        (whole.replace(line.encode(), (line[:-1] + ', "layer": 1}').encode()), "'layer' twice"),
+        (whole + b'{"a":' * 50_000, "nested deeper"),
     ]:
         file.write_bytes(part)
         refused(message, file, "moe_cache_lab")
