@@ -24,7 +24,6 @@ class Machine:
         gpu: name of the first CUDA device; None without one.
         gpu_memory_bytes: memory of that device.
         system: operating system and its release.
-        torch, transformers: versions.
     """
 
     cpu: str

@@ -31,7 +31,6 @@ class Workload:
     """Requests of every line, one after the other.
 
     Attributes:
-        prompts: token ids.
         new_tokens: tokens that each request generates; the first comes from the prompt's last forward.
         chunk_tokens: most prompt tokens of one forward; None: every prompt is one forward.
         splits: whether the host computes some misses, by costs measured first.

@@ -63,8 +63,6 @@ class CaptureSetup:
 
     Attributes:
         options: device, data type, threads and memory, as for a server.
-        budget: the division of memory.
-        policy: cache policy.
         pool: form of the pool.
         composition: the prompts that run together.
         choices: (setting, value, reason) for display.

@@ -33,9 +33,6 @@ class RemoteServer:
 
     Attributes:
         url: URL without a path, e.g. http://127.0.0.1:8000.
-        api_key: bearer token.
-        timeout_s: timeout of one answer.
-        concurrency: concurrent requests.
     """
 
     url: str

@@ -18,7 +18,6 @@ class NamedMachine:
     """A machine of `recipes/machines`, with vendors' figures.
 
     Attributes:
-        name: display name.
         gpus: GPUs per node; 0: none.
         memory_bytes, memory_bytes_s: size and bandwidth of a GPU's memory.
         half_flops: float16 operations per second of a GPU, without sparsity.
@@ -65,7 +64,6 @@ class NamedModel:
     """A model of `recipes/models`, by its published config.
 
     Attributes:
-        name: display name.
         experts, top_k: experts per layer and per token.
         hidden, expert_width: width of the residual stream and of an expert's inner layer.
         value_bytes: bytes per expert weight, scales included.

@@ -89,7 +89,6 @@ class LayerComparison:
 
     Attributes:
         tolerance: share of a layer's largest output that its difference may be.
-        results: results by decoder layer.
         decoded: logits of transformers' own greedy decoding, for prompts whose forward chose another token.
         oracle: origin of plain transformers' weights.
         whole: whether plain transformers was wholly in memory.

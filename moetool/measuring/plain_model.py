@@ -28,7 +28,6 @@ class Forward(NamedTuple):
     """One forward of a sequence.
 
     Attributes:
-        tokens: token ids.
         first: position of the first kept logits.
         experts: transformers' experts implementation; None for the model's default.
     """

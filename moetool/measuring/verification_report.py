@@ -39,7 +39,6 @@ class Report:
         model: name of the model, without its folder.
         commit: commit of a model from the hub; else empty.
         revision: moetool's digest of config and weights.
-        family: model family in transformers.
         weights: weight formats with their numbers of weights.
         expert_bytes: stored bytes of an expert.
         versions: versions of moetool, Python and the compute libraries.

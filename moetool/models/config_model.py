@@ -47,7 +47,6 @@ class ConfigModel:
 
     Args:
         path: its directory.
-        name: display name.
         content, raw: the bytes and the content of its config.json.
 
     Attributes:

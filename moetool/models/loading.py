@@ -45,12 +45,10 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        checkpoint: its source.
         model: transformers' own model object.
         layers: its MoE layers, in order.
         files: reads its experts; None if the experts are in memory.
         pool: computes experts that are not in memory; every forward must be announced to it.
-        device: compute device.
     """
 
     checkpoint: Checkpoint

@@ -173,7 +173,6 @@ class Move:
         layer: MoE layer, 0..L-1.
         gpu: GPU that it is copied to, dropped from or staged from.
         source: GPU that it is copied from; -1 for host memory (staged), or without a copy.
-        bytes: moved bytes.
         seconds: time over the slowest part of the path: the link, if any, or host memory to GPU.
     """
 

@@ -28,7 +28,6 @@ class ReplacementRecord(JsonRecord):
         worth_it: saved_s > cost_s.
         made: whether experts moved.
         copies: number of copied experts.
-        bytes: moved bytes.
         plan_s: seconds of planning, trials of links included; of a simulation if charged.
         waited_s: seconds that a round of requests waited for the plan and, if it waits for them, for the moves.
         done_s: time of the last move's end.

@@ -33,7 +33,6 @@ class DatasetRecipe:
         config: config to read; None where the data set has only one.
         tasks: configs that are separate tasks, instead of `config`; the default where no task is named.
         files: pattern of files in the hub's repository, optionally with {split}, to read instead of a config.
-        prompt: template of the prompt.
         answer: template of the reference answer; None without one.
         task: template of the task (default: the config's name with `tasks`, else the data set's).
         id: template of the row's id; None takes a checksum of the prompt.

@@ -30,8 +30,6 @@ class ServeSetup:
 
     Attributes:
         options: every option, set or chosen.
-        budget: the division of memory.
-        policy: cache policy.
         choices: (setting, value, reason) for display.
     """
 

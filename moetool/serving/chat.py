@@ -28,7 +28,6 @@ class Conversation:
         settings: additional fields of the requests, such as `temperature`.
 
     Attributes:
-        messages: the conversation so far.
         usage: token counts of the last answer, if the server sent them.
         num_dropped: messages dropped from `messages` so far, because the conversation outgrew the model's context.
     """

@@ -18,7 +18,6 @@ class ToolUse:
     """Grammar and parser of one request's answer.
 
     Attributes:
-        grammar: grammar of the answer.
         parse: finds the calls in the answer; None where it is plain text.
         shown: special tokens to keep in the text for that.
     """

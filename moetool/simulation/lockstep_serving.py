@@ -102,7 +102,6 @@ class LockstepServing:
 
     Attributes:
         ranks: the machine.
-        now_s: simulated time.
         batches: seconds of each batch.
         moved_GG: bytes of experts from GPU to GPU; those from a host count at the receiver.
         windows: cumulative (seconds, calls, local calls).

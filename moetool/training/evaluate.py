@@ -37,7 +37,6 @@ class Evaluation(JsonRecord):
     Attributes:
         path: folder of the predictor; for a baseline, of the predictor that it accompanies.
         baseline: source of a baseline's counts; None for others.
-        trace: folder of the trace.
         unseen_task: whether the trace was given as one of an unseen task.
         requests, num_skipped, undecided: as in `moetool.prediction.unseen_requests.Unseen`.
         num_requests: number of scored requests.

@@ -41,7 +41,6 @@ class Tokens:
         resident_TPE: scores of the next layer's router if only resident and shared experts were computed; 0 at the last
             layer.
         embedding_TD: mean output of the embedding layer over the tokens of the request in this iteration.
-        token_id_T: token ids.
         request_T: request of each token, if whole requests are given: its tokens are in the order of its forwards.
         iteration_T, phase_T: 0 for prompt tokens, then one number per new token; and their `Phase`. Known if
             `request_T` is.

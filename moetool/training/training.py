@@ -148,7 +148,6 @@ def train(
             trace has them.
         seed: seed of split, initial weights, sample order and dropout; on one machine the same seed gives the same
             weights.
-        overwrite: replace `out`.
         resume: continue a fit that was killed, from the checkpoint of `fit.checkpoint`.
 
     Effects: writes `out`, whole or not at all. Shows progress where stderr is a terminal. Of several processes of one

@@ -118,7 +118,6 @@ class Candidates:
     Attributes:
         options: values for the policies' `Options`, with the host's costs for policies that use them.
         used: choosing requests.
-        held_out: held-out requests.
         progress: of all replays together.
 
     Unless policies are requested by name, those that cannot win are not replayed: without a profile, those that load

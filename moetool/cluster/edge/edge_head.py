@@ -68,7 +68,6 @@ class EdgeHead:
 
     Args:
         processes: each server's process, started with its settings.
-        names: names of the servers.
         narrate: called with a line for the user about each event.
         scheduler: decides on migrations; None: experts stay as planned.
 

@@ -21,8 +21,6 @@ class RankRequest:
 
     Attributes:
         id: the head's number; -1 until assigned.
-        prompt: token ids.
-        params: sampling parameters.
         sink: receives the outputs of a request for generation.
         score: receives a prompt's log-probabilities, with the `top` most likely tokens.
         top: number of alternatives per token.

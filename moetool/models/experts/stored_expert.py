@@ -160,7 +160,6 @@ class DenseSlot:
     """A slot with an unpacked expert, its parts contiguous.
 
     Attributes:
-        shapes: shapes of the parts.
         transposed: by part, whether it is stored transposed, for a faster product.
         dtype: data type of all parts.
     """

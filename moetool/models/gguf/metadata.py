@@ -15,9 +15,6 @@ class Metadata:
         values: all header values.
         shapes: shapes of the tensors, by name.
         rope_factors: the numbers of `rope_freqs.weight`; empty: the file has none, or is only a header.
-
-    Attributes:
-        names: names of the tensors.
     """
 
     def __init__(

@@ -22,11 +22,7 @@ class Plot:
 
     Attributes:
         key: name of lower-case letters and hyphens, unique on its page.
-        title: heading of the figure.
-        caption: explanation of the figure.
-        alt: alternative text.
         height: height in inches.
-        paint: draws the figure.
     """
 
     key: str
