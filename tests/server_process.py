@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from tests.command_line import child_environment
 
 _SERVING = re.compile(r"serving on (http://\S+?)/v1")
@@ -77,6 +79,11 @@ def served(*arguments: str, prefix: Sequence[str] = ()) -> Iterator[ServerProces
         finally:
             if process is not None and process.popen.poll() is None:
                 process.kill()
+
+
+def loads_arrow(process: ServerProcess) -> bool:
+    """Whether a server has mapped Arrow's library, which takes memory."""
+    return any("libarrow" in library.path for library in psutil.Process(process.popen.pid).memory_maps())
 
 
 def quarter_of_experts() -> list[str]:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 
 from moetool import prediction
@@ -23,7 +22,7 @@ from moetool.runtime.budget import footprint
 from moetool.runtime.experts.copies import stride_of
 from moetool.runtime.serve_options import ServeOptions
 from tests.refusals import refused
-from tests.server_process import served
+from tests.server_process import loads_arrow, served
 from tests.servers import get
 from tests.synthetic import make_spec
 
@@ -34,6 +33,7 @@ def test_stats_have_the_settings_that_are_printed() -> None:
     with served("reference", "--device", "cpu", "--set", "kv_tokens=512") as process:
         settings = json.loads(get(process.url, "/stats")[2])["settings"]
         printed = process.narration
+        assert not loads_arrow(process)  # only a gate log does: tests/e2e/test_gate_log.py
     assert {"device", "dtype", "memory", "KV cache", "prefill chunk"} <= {row["name"] for row in settings}
     assert {"name": "KV cache", "value": "512 tokens", "why": "as set"} in settings
     words = " ".join(printed.split())
@@ -83,16 +83,6 @@ def test_slots_are_those_that_unpacked_experts_leave(dtype: str) -> None:
     memory = parts.dense_bytes + 64 * parts.kv_token_bytes + 5 * slot
     setup = choose(checkpoint, {**asdict(options), "warm_start": False}, device_memory_bytes=memory)
     assert parts.slot_bytes == slot and ("expert slots", "5 of 8") in [choice[:2] for choice in setup.choices]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="mapped libraries are read from /proc")
-def test_only_a_server_with_a_gate_log_loads_arrow(tmp_path: Path) -> None:
-    loaded = {}
-    for log in ((), ("--log", str(tmp_path / "log"))):
-        with served("reference", "--device", "cpu", *log) as process:
-            libraries = psutil.Process(process.popen.pid).memory_maps()
-            loaded[bool(log)] = any("libarrow" in library.path for library in libraries)
-    assert loaded == {False: False, True: True}
 
 
 def test_where_numba_is_missing_lfru_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import pytest
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import replay
 from tests.command_line import exit_code
-from tests.server_process import ServerProcess, quarter_of_experts, served
+from tests.server_process import ServerProcess, loads_arrow, quarter_of_experts, served
 from tests.servers import eventually, get, post
 
 ASK: dict[str, Any] = {"model": "reference", "prompt": "The king said", "temperature": 0}
@@ -52,6 +52,7 @@ def test_a_killed_server_leaves_its_log_and_the_next_one_keeps_it(
         return code, *capsys.readouterr()
 
     with served(*serve_with(log)) as process:
+        assert loads_arrow(process)
         texts = [ask(process) for _ in range(3)]
         eventually(lambda: metric(process, "rows_waiting") == 0)
         rows = metric(process, "rows_written_total")
