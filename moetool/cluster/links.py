@@ -32,7 +32,7 @@ class Bucket:
         self._lock = threading.Lock()
         self._free_at = -float("inf")  # when all sent bytes have arrived
 
-    def take(self, num_bytes: int, by: float) -> None:
+    def take(self, num_bytes: int, by: float = float("inf")) -> None:
         """Wait until these bytes would have arrived. Raises: LinkError at time `by` if they would arrive later."""
         with self._lock:
             now = self._clock()

@@ -4,7 +4,6 @@ import threading
 import time
 
 from moetool.base.errors import MoetoolError
-from moetool.cluster.links import Bucket
 
 MIGRATIONS = ("overlap", "pipelined", "stop")
 """Migration modes (DIRECTOR, Figure 6): in compute phases only; whenever experts are available; while nothing runs."""
@@ -99,19 +98,3 @@ class Windows:
         with self._changed:
             self._holders -= 1
             self._changed.notify_all()
-
-
-class EmulatedMachine:
-    """Emulates a slow machine for a rank.
-
-    Args:
-        link_bytes_s: emulated rate of its sends, which queue; 0: no emulation.
-    """
-
-    def __init__(self, link_bytes_s: float = 0.0) -> None:
-        self._link = Bucket(link_bytes_s) if link_bytes_s else None
-
-    def send(self, num_bytes: int) -> None:
-        """Wait for the emulated time of these bytes, after earlier ones."""
-        if self._link is not None and num_bytes:
-            self._link.take(num_bytes, float("inf"))

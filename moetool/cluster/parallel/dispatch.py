@@ -10,7 +10,8 @@ import torch
 
 from moetool.base.errors import MoetoolError, first_line
 from moetool.base.types import ForwardInfo
-from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
+from moetool.cluster.links import Bucket
+from moetool.cluster.parallel.compute_windows import Windows
 from moetool.cluster.parallel.expert_buffers import ExpertBuffers
 from moetool.cluster.parallel.process_group import Group, GroupBroken
 from moetool.models.experts.moe_layers import MoeLayer
@@ -71,7 +72,7 @@ class RankExperts:
         gpu: this rank's number in the cluster.
         server_G: the server of each GPU.
         windows: called at the start of compute phases and all-to-alls.
-        machine: emulates the rank's outgoing link and its compute time.
+        link: delays what the rank sends.
 
     Attributes:
         group: group of the running generation; None between generations.
@@ -89,13 +90,13 @@ class RankExperts:
         gpu: int,
         server_G: Sequence[int],
         windows: Windows,
-        machine: EmulatedMachine,
+        link: Bucket,
     ) -> None:
         bind_experts(loaded, self)
         self._in_halves = False
         self.buffers, self.windows = buffers, windows
         self._spec, self._layers = loaded.spec, loaded.layers
-        self._gpu, self._server_G, self._machine = gpu, tuple(server_G), machine
+        self._gpu, self._server_G, self._link = gpu, tuple(server_G), link
         self._width = int(loaded.model.config.get_text_config().hidden_size)
         self._dtype = next(iter(loaded.model.parameters())).dtype
         self._device = loaded.device
@@ -225,7 +226,7 @@ class RankExperts:
         """Two all-to-alls, the first of which carries the counts too, if they are not known."""
         rows_XD, send_R = self._joined(parts, order), made_RE.sum(axis=1).tolist()
         began, away = time.perf_counter(), self._count_sent(send_R, rows_XD)
-        self._machine.send(away)
+        self._link.take(away)
         if theirs_RE is None:
             got_YD, theirs_RE = group.exchange_few(rows_XD, made_RE, self._few)
         else:
@@ -235,7 +236,7 @@ class RankExperts:
         products_YD = self._compute_held(layer, got_YD, theirs_RE)
         self._begin_exchange(group)
         receive_R = theirs_RE.sum(axis=1).tolist()
-        self._machine.send(self._count_sent(receive_R, products_YD))
+        self._link.take(self._count_sent(receive_R, products_YD))
         return _by_expert(group.exchange(products_YD, receive_R, send_R), parts, order)
 
     def _exchange_halves(
@@ -261,7 +262,7 @@ class RankExperts:
             come_RE = np.where(half_RE[group.rank] == half, theirs_RE, 0)
             receive_R = come_RE.sum(axis=1).tolist()
             away = self._count_sent(send_R, rows_XD)
-            arriving.append(group.begin_exchange(rows_XD, send_R, receive_R, partial(self._machine.send, away)))
+            arriving.append(group.begin_exchange(rows_XD, send_R, receive_R, partial(self._link.take, away)))
             halves.append((mine, send_R, come_RE, receive_R, away))
         returning = []
         for number, (_, send_R, come_RE, receive_R, away) in enumerate(halves):
@@ -271,7 +272,7 @@ class RankExperts:
                 self._note_wire(away, time.perf_counter() - began)
             products_YD = self._compute_held(layer, got_YD, come_RE)
             self._began = time.perf_counter()
-            first = partial(self._machine.send, self._count_sent(receive_R, products_YD))
+            first = partial(self._link.take, self._count_sent(receive_R, products_YD))
             returning.append(group.begin_exchange(products_YD, receive_R, send_R, first))
         outputs: dict[int, torch.Tensor] = {}
         for (mine, *_), arrived in zip(halves, returning, strict=True):

@@ -14,8 +14,9 @@ from moetool.base.errors import MoetoolError, first_line
 from moetool.base.types import ModelSpec
 from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import FrameConnection, LinkError
+from moetool.cluster.links import Bucket
 from moetool.cluster.parallel.channel import RankChannel, connect, open_listener
-from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
+from moetool.cluster.parallel.compute_windows import Windows
 from moetool.cluster.parallel.expert_buffers import ExpertBuffers
 from moetool.cluster.parallel.staged_migration import MigrationStage
 
@@ -56,7 +57,7 @@ class ExpertTransfer:
     Args:
         gpu: this rank's number.
         host: address to listen on.
-        machine: emulates the rank's outgoing link.
+        link: delays what the rank sends.
         on_join: called with the connection, generation and GPU of a rank that joins a generation (`Arrivals.keep`).
 
     Attributes:
@@ -76,11 +77,11 @@ class ExpertTransfer:
         host: str,
         identity: Identity,
         windows: Windows,
-        machine: EmulatedMachine,
+        link: Bucket,
         on_join: Callable[[FrameConnection, int, int], None],
     ) -> None:
         self._spec, self._buffers, self._gpu, self._identity = spec, buffers, gpu, identity
-        self._windows, self._machine, self._on_join = windows, machine, on_join
+        self._windows, self._link, self._on_join = windows, link, on_join
         self._peers: list[tuple[str, int] | None] = []
         self._channels: dict[int, RankChannel] = {}
         self._stages: queue.Queue[tuple[int, MigrationStage] | None] = queue.Queue()  # with the epoch of the request
@@ -239,7 +240,7 @@ class ExpertTransfer:
                 if piece is None:
                     channel.send({"state": "gone"})
                     continue
-                self._machine.send(len(piece[0]))
+                self._link.take(len(piece[0]))
                 inside = inside or self._windows.exchanges != exchanges
                 channel.send({"state": "here", "crc": piece[1], "inside": inside}, piece[0])
             finally:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from moetool.base.errors import MoetoolError, first_line
 from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import LinkError
+from moetool.cluster.links import Bucket
 from moetool.cluster.parallel.channel import connect
-from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
+from moetool.cluster.parallel.compute_windows import Windows
 from moetool.cluster.parallel.dispatch import RankExperts
 from moetool.cluster.parallel.expert_buffers import ExpertBuffers
 from moetool.cluster.parallel.expert_transfer import ExpertTransfer
@@ -100,7 +101,7 @@ class Rank:
             self.buffers = ExpertBuffers(loaded.files, loaded.device)
             stack.callback(self.buffers.close)
             self.windows = Windows(strict=options.migrate != "pipelined")
-            machine = EmulatedMachine(options.link_bytes_s)
+            link = Bucket(options.link_bytes_s or float("inf"))
             self._in_halves = options.in_halves(on_one_machine)
             self.experts = RankExperts(
                 loaded,
@@ -108,7 +109,7 @@ class Rank:
                 gpu=gpu,
                 server_G=server_G,
                 windows=self.windows,
-                machine=machine,
+                link=link,
             )
             self._batcher = open_batcher(
                 loaded.model,
@@ -126,7 +127,7 @@ class Rank:
                 host=self._host,
                 identity=identity,
                 windows=self.windows,
-                machine=machine,
+                link=link,
                 on_join=self._arrivals.keep,
             )
             stack.callback(self.transfer.close)

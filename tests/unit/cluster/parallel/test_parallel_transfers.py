@@ -11,8 +11,9 @@ import pytest
 
 from moetool.base.errors import MoetoolError, UsageError
 from moetool.cluster.frames import LinkError
+from moetool.cluster.links import Bucket
 from moetool.cluster.parallel.channel import RankChannel, connect, open_listener
-from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
+from moetool.cluster.parallel.compute_windows import Windows
 from moetool.cluster.parallel.rank_options import RankOptions
 from moetool.cluster.parallel.staged_migration import MigrationStage, plan_stages
 from tests.identities import identity
@@ -98,9 +99,9 @@ def test_a_piece_that_never_arrives_keeps_no_rank_from_its_all_to_all_for_ever()
 
 
 def test_an_emulated_link_queues() -> None:
-    link = EmulatedMachine(1e6)
+    link = Bucket(1e6)
     began = time.perf_counter()
-    threads = [threading.Thread(target=link.send, args=(20_000,)) for _ in range(3)]
+    threads = [threading.Thread(target=link.take, args=(20_000,)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -11,9 +11,10 @@ import torch
 
 from moetool.base.errors import MoetoolError
 from moetool.cluster.frames import LinkError
+from moetool.cluster.links import Bucket
 from moetool.cluster.parallel import expert_buffers
 from moetool.cluster.parallel.channel import connect
-from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
+from moetool.cluster.parallel.compute_windows import Windows
 from moetool.cluster.parallel.expert_transfer import ExpertTransfer
 from moetool.cluster.parallel.rank_mesh import Arrivals
 from moetool.cluster.parallel.staged_migration import MigrationStage
@@ -87,7 +88,7 @@ def opened(buffers: Any, arrivals: Arrivals | None = None) -> Iterator[ExpertTra
         host="127.0.0.1",
         identity=identity("rank-0"),
         windows=Windows(),
-        machine=EmulatedMachine(),
+        link=Bucket(float("inf")),
         on_join=(arrivals or Arrivals()).keep,
     )
     made.begin(1, [None, None])
