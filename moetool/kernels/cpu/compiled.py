@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from moetool.kernels.cpu.activations import compiled
+from moetool.kernels.cpu.columns import compile_columns
 from moetool.kernels.cpu.dots import PLACES, SCALE_BYTES, RowJob, RowShape, dot_of, unpacking_of
 from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
 from moetool.kernels.cpu.inputs import ordered_rows
-from moetool.kernels.cpu.kinds import BFLOAT16, VECTOR_BYTES, RowKind
+from moetool.kernels.cpu.kinds import BFLOAT16, BFLOAT16_COLUMNS, VECTOR_BYTES, RowKind
 from moetool.kernels.cpu.numbers import run_length
 from moetool.kernels.cpu.threads import PoolCall, next_task_of, on_pool
 
@@ -54,7 +55,7 @@ def find_kernel(kind: RowKind = BFLOAT16) -> RowKernel | None:
 
 def _checked(kind: RowKind) -> RowKernel:
     multiply = _compile(kind)
-    unpack = None if kind is BFLOAT16 or kind.paired else _compile_unpacking(kind)
+    unpack = None if kind in (BFLOAT16, BFLOAT16_COLUMNS) or kind.paired else _compile_unpacking(kind)
     _require_sound(kind, multiply)
     _prefetches[kind.name] = ahead = _fastest_prefetch(kind, multiply)
     return RowKernel(multiply, unpack, ahead)
@@ -129,6 +130,8 @@ def _compile(kind: RowKind) -> PoolCall:
     from numba import types
 
     next_task, tasks = next_task_of(), _TASKS * max(2, torch.get_num_threads())
+    if kind is BFLOAT16_COLUMNS:
+        return compile_columns(_TASK_BYTES, tasks)
     most = kind.rows[0]
     dot_most, dot_2, dot_1 = dot_of(kind, most), dot_of(kind, 2), dot_of(kind, 1)
     outputs_at, row_bytes_at, weights_at = PLACES["outputs"], PLACES["row_bytes"], PLACES["weights"]

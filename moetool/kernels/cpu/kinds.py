@@ -60,6 +60,10 @@ class RowKind:
 
 
 BFLOAT16 = RowKind("bfloat16", 32, 2, chains=4, unroll=2, rows=(2, 1), scale="none", one=b"\x80\x3f")
+BFLOAT16_COLUMNS = RowKind(
+    "bfloat16_columns", 16, 1, chains=1, unroll=1, rows=(2, 1), scale="none", one=b"\x80\x3f", block_bytes=32
+)
+"""Stored [in, out] instead of [out, in] (`moetool.kernels.cpu.columns`)."""
 FP8 = RowKind("fp8", 64, 2, chains=2, unroll=1, rows=(4, 2, 1), scale="float32", one=b"\x38", factor=2.0**8)
 INT8 = RowKind("int8", 64, 4, chains=2, unroll=1, rows=(4, 2, 1), scale="float32", one=b"\x01")
 MXFP4 = RowKind("mxfp4", 128, 8, chains=2, unroll=1, rows=(4, 2, 1), scale="exponent", one=b"\x22")

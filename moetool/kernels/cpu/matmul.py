@@ -19,7 +19,7 @@ from moetool.kernels.cpu.compiled import BLOCK_ROWS, chosen_prefetches, find_ker
 from moetool.kernels.cpu.dots import RowJob, RowShape
 from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
 from moetool.kernels.cpu.inputs import ordered_rows
-from moetool.kernels.cpu.kinds import BFLOAT16, RowKind
+from moetool.kernels.cpu.kinds import BFLOAT16, BFLOAT16_COLUMNS, RowKind
 from moetool.kernels.cpu.scaled_weight import ScaledWeight, StackedWeight, kernel_of
 from moetool.kernels.cpu.threads import PoolCall
 from moetool.kernels.cpu.tiles import TILE_INPUTS, Rows, cpu_has_tiles, find_tiles, tile_products
@@ -58,6 +58,8 @@ def max_rows(weight: Any, dtype: torch.dtype, together: int = 1) -> int:
     """
     if not isinstance(weight, ScaledWeight | StackedWeight) and not takes(weight, together):
         return 0
+    if isinstance(weight, torch.Tensor) and dtype != torch.bfloat16 and not weight.is_contiguous():
+        return 0  # float32 keeps torch's sums
     return sys.maxsize if dtype == torch.bfloat16 and _has_tiles(weight) else _few(weight)
 
 
@@ -73,7 +75,8 @@ def _has_tiles(weight: torch.Tensor | ScaledWeight | StackedWeight) -> bool:
 
 
 def _tiles_of(weight: torch.Tensor | ScaledWeight) -> PoolCall | None:
-    return find_tiles(weight.kind if isinstance(weight, ScaledWeight) else BFLOAT16)
+    kind = weight.kind if isinstance(weight, ScaledWeight) else _kind_of(weight)
+    return None if kind in (None, BFLOAT16_COLUMNS) else find_tiles(kind)
 
 
 def takes(weight: Any, together: int = 1) -> bool:
@@ -81,20 +84,18 @@ def takes(weight: Any, together: int = 1) -> bool:
     return (
         isinstance(weight, torch.Tensor)
         and together * weight.numel() >= MIN_ELEMENTS
-        and _suits(weight)
-        and find_kernel() is not None
+        and (kind := _kind_of(weight)) is not None
+        and find_kernel(kind) is not None
     )
 
 
-def _suits(weight: torch.Tensor) -> bool:
-    return (
-        weight.dtype == torch.bfloat16
-        and weight.device.type == "cpu"
-        and weight.dim() == 2
-        and weight.shape[1] % (BFLOAT16.numbers * BFLOAT16.unroll) == 0
-        and weight.shape[0] % BLOCK_ROWS == 0
-        and weight.is_contiguous()
-    )
+def _kind_of(weight: torch.Tensor) -> RowKind | None:
+    """The kind of a weight [O, I], perhaps the transposed view of one stored [I, O]; None if no kernel supports it."""
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or weight.dim() != 2:
+        return None
+    kind = BFLOAT16 if weight.is_contiguous() else BFLOAT16_COLUMNS
+    supported = weight.shape[1] % (kind.numbers * kind.unroll) == 0 and weight.shape[0] % BLOCK_ROWS == 0
+    return kind if supported and (kind is BFLOAT16 or weight.T.is_contiguous()) else None
 
 
 def products(
@@ -142,14 +143,15 @@ def scattered_products(x_TI: torch.Tensor, jobs: Sequence[RowsOf], num_targets: 
         return torch.cat(made, dim=1)
     narrow = x_TI.dtype == torch.bfloat16
     output_RO = x_TI.new_empty(num_targets, first.shape[0], dtype=torch.bfloat16 if narrow else torch.float32)
-    shape = first.row_shape if isinstance(first, ScaledWeight) else _row_shape(*first.shape)
+    own = _kind_of(first) or BFLOAT16 if isinstance(first, torch.Tensor) else first.kind
+    shape = first.row_shape if isinstance(first, ScaledWeight) else _row_shape(own, *first.shape)
     rows = [Rows(*_addresses(each.weight), each.sources, each.targets) for each in jobs]
     by_tiles = [each for each in rows if len(each.sources) > _few(first)] if narrow else []
     if by_tiles and (multiply := _tiles_of(first)) is not None:
         tile_products(multiply, x_TI, by_tiles, shape, output_RO)
         rows = [each for each in rows if len(each.sources) <= _few(first)]
     if rows:
-        kind, shape = first.multiplied(x_TI.dtype) if isinstance(first, ScaledWeight) else (BFLOAT16, shape)
+        kind, shape = first.multiplied(x_TI.dtype) if isinstance(first, ScaledWeight) else (own, shape)
         _multiply_few(kind, x_TI, rows, shape, output_RO)
     return output_RO.to(x_TI.dtype)
 
@@ -171,9 +173,10 @@ def row_weight(weight: Any, dtype: torch.dtype = torch.bfloat16) -> RowWeight | 
     """Describe a weight [O, I] of any size to the kernel for few rows of a type; None if there is no kernel."""
     if isinstance(weight, ScaledWeight):
         return RowWeight(*weight.multiplied(dtype), *_addresses(weight))
-    if not isinstance(weight, torch.Tensor) or not _suits(weight) or find_kernel() is None:
+    kind = _kind_of(weight) if isinstance(weight, torch.Tensor) else None
+    if kind is None or find_kernel(kind) is None:
         return None
-    return RowWeight(BFLOAT16, _row_shape(*weight.shape), *_addresses(weight))
+    return RowWeight(kind, _row_shape(kind, *weight.shape), *_addresses(weight))
 
 
 def _multiply_few(
@@ -199,13 +202,13 @@ def _addresses(weight: torch.Tensor | ScaledWeight | StackedWeight) -> tuple[int
 
 
 @functools.cache
-def _row_shape(num_outputs: int, num_inputs: int) -> RowShape:
+def _row_shape(kind: RowKind, num_outputs: int, num_inputs: int) -> RowShape:
     return RowShape(
         outputs=num_outputs,
         x_bytes=4 * num_inputs,
         row_bytes=2 * num_inputs,
         groups=1,
-        vectors=num_inputs // BFLOAT16.numbers,
+        vectors=num_inputs // kind.numbers,
         scale_rows=num_outputs,
         scale_bytes=0,
     )

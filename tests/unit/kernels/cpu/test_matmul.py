@@ -124,7 +124,9 @@ def test_what_the_kernel_does_not_take_is_left_to_torch(monkeypatch: pytest.Monk
     assert not multiplies(_rows(0), weight)
     assert not takes(weight.float())
     assert not takes(weight[:, :560])  # neither contiguous nor of whole vectors
-    assert not takes(weight.T)
+    assert takes(weight.T)  # stored [in, out]
+    assert not multiplies(_rows(MAX_ROWS + 1, len(weight)), weight.T)
+    assert not takes(weight.T[:, :256])
     assert not takes(weight[:64])  # not worth a call
     assert not takes(weight.to("meta"))
     assert not takes("a packed weight")

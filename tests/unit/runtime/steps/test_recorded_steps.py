@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """gpt-oss as it is released: experts in MXFP4 with biases, sinks, and windows in every second layer."""
+    """gpt-oss with biases, sinks, and windows in every second layer; experts in MXFP4 (as released) or bfloat16."""
     from transformers import AutoModelForCausalLM
 
     path = tmp_path_factory.mktemp("gpt_oss")
@@ -60,8 +60,9 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(path / "bfloat16")
     mxfp4_experts(path / "bfloat16", path / "mxfp4")
     for file in runs.REFERENCE.glob("token*"):
-        shutil.copy(file, path / "mxfp4")
-    return path / "mxfp4"
+        for form in ("mxfp4", "bfloat16"):
+            shutil.copy(file, path / form)
+    return path
 
 
 def _engine(path: Path, policy: str = "lru", slots: int | None = None, **options: Any) -> Engine:
@@ -150,10 +151,11 @@ def test_tokens_are_those_of_the_modules(
 @pytest.mark.parametrize(
     ("policy", "slots"), [("lru", None), ("lru", 12), ("lru", 3), ("foresight", 9), ("hybrimoe", 9)]
 )
-def test_gpt_oss_in_mxfp4_has_the_tokens_of_its_modules(gpt_oss: Path, policy: str, slots: int | None) -> None:
+@pytest.mark.parametrize("form", ["mxfp4", "bfloat16"])
+def test_gpt_oss_has_the_tokens_of_its_modules(gpt_oss: Path, form: str, policy: str, slots: int | None) -> None:
     made = []
     for refused in ("", "to be compared with"):
-        engine = _engine(gpt_oss, policy, slots)
+        engine = _engine(gpt_oss / form, policy, slots)
         assert all(engine.runtime.native_weights(layer) for layer in moe_layers(engine.batcher.model))
         assert not _recorded(engine).refused
         _recorded(engine).refused = refused
