@@ -183,12 +183,6 @@ def _gap(router: Any, scores_E: torch.Tensor, own: torch.Tensor, given: torch.Te
     return float(scores_E[left].max() - scores_E[taken].min())
 
 
-def _distances(logprobs: torch.Tensor, others: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    """Largest difference at each new token, [N]."""
-    others_NV = others if isinstance(others, torch.Tensor) else torch.stack(list(others))
-    return (logprobs - others_NV).abs().amax(dim=1)
-
-
 def _distance(plain: Plain, logprobs: Sequence[torch.Tensor] | torch.Tensor) -> float:
     """Largest difference of a log-probability."""
     others_NV = logprobs if isinstance(logprobs, torch.Tensor) else torch.stack(list(logprobs))
