@@ -46,27 +46,43 @@ def figures(made: BenchResult) -> dict[str, ExperimentResult]:
 def _claims(made: BenchResult, paper: Row, rows: list[Row]) -> Iterator[Any]:
     yield f"{paper['title']}. {paper['reference']}"
     found: Columns = {"found": (lambda row: "; ".join(map(_value, row["found"])) or None, "s")}
-    verdict: Columns = {"verdict": (lambda row: f"{row['verdict']}: {row['why']}", "s")}
+    runs = {conditions: f"{number}" for number, conditions in enumerate(dict.fromkeys(map(_conditions, rows)), start=1)}
+    verdict: Columns = {
+        "verdict": (lambda row: f"{row['verdict']}: {row['why']}", "s"),
+        "run": (lambda row: runs[_conditions(row)], "s"),
+    }
     size: Columns = {"size": (lambda row: row["size"] or None, "s")}
     says: Columns = {"": ("id", "s"), "the paper says": ("says", "s"), "printed": ("printed", "s")}
     claims, own = ([row for row in rows if row.get("ours", False) == ours] for ours in (False, True))
     if claims:
         columns = {**says, **found, **verdict, **size}
-        yield table("claims and results: mean ± 95 % interval over seeds", claims, columns, num_text=6)
+        yield table("claims and results: mean ± 95 % interval over seeds", claims, columns, num_text=7)
     if own:
         columns = {"": ("id", "s"), "question": ("says", "s"), **found, **verdict}
-        yield table("questions of moetool's that the paper does not answer", own, columns, num_text=4)
+        yield table("questions of moetool's that the paper does not answer", own, columns, num_text=5)
     yield from (f"{row['id']}, here: {row['here']}" for row in rows if row["here"])
-    unlike = [row for row in rows if row.get("reason") and row["verdict"] in ("differs", "undecided")]
-    yield from dict.fromkeys(f"{row['id']}, {row['verdict']}: {row['reason']}" for row in unlike)
+    unlike = [
+        row for row in rows if row["verdict"] == "differs" or (row["verdict"] == "undecided" and row.get("reason"))
+    ]
+    yield from dict.fromkeys(
+        f"{row['id']}, {row['verdict']}: {row.get('reason') or 'no reason known'}" for row in unlike
+    )
+    if any(row["verdict"] == "undecided" and not row.get("reason") for row in rows):
+        yield "undecided: more seeds would narrow the intervals"
     yield from (f"not repeated: {', '.join(left['ids'])}: {left['why']}" for left in paper["left_out"])
-    named, seeds = paper["machine_named"], paper["sizes"]["seeds"]
-    costs = "{model} on {machine}".format(**named) if named["model"] else "assumed"
-    yield f"{numbered(seeds, 'seed')}; costs, where a row names no others: {costs}"
-    yield from (f"measured on {on}" for on in dict.fromkeys(row.get("on") for row in rows) if on)
+    yield from (f"run {number}: {conditions}" for conditions, number in runs.items())
     counts = _counts("", rows)
     if claims:
         yield ", ".join(f"{counts[answer]} {answer}" for answer in ANSWERS if counts[answer]) + f" of {len(claims)}"
+
+
+def _conditions(row: Row) -> str:
+    """The routes, number of seeds, and models and machines of a row's values."""
+    values = next(iter(row.get("values", {}).values()), ())
+    seeds = numbered(len(values), "prompt set" if row.get("experiment") == "live" else "seed")
+    costs = ", ".join(row.get("costs", ()))
+    parts = (row.get("on"), values and seeds, costs and f"costs of {costs}")
+    return "; ".join(part for part in parts if part) or "not run"
 
 
 def _by_links(rows: list[Row]) -> Iterator[Any]:

@@ -37,8 +37,9 @@ def run_paper(
 ) -> Iterator[Row]:
     """Run the experiments of a paper and judge its claims, one after the other.
 
-    A row is a claim with its verdict and the fields of `ExperimentResult`, which are missing if it cannot be tested
-    here. `seconds` is the run time of the experiment; if another claim ran it, 0, and `curves` is missing.
+    A row is a claim with its verdict, the models and machines whose `costs` it has, and the fields of
+    `ExperimentResult`, which are missing if it cannot be tested here. `seconds` is the run time of the experiment; if
+    another claim ran it, 0, and `curves` is missing.
 
     Args:
         work: folder that keeps traces and predictors (`moetool.bench.paper.workbench.Workbench`).
@@ -70,9 +71,26 @@ def run_paper(
                 verdict = judge(claim.check, found, claim.derive, size=claim.size, ruled_out=cannot)
                 row = _row(claim, verdict)
                 row |= {name: value for name, value in asdict(found).items() if fresh or name != "curves"}
-            yield {**row, "seconds": seconds if fresh else 0.0}
+            yield {**row, "costs": costs_of(claim, paper), "seconds": seconds if fresh else 0.0}
     finally:
         shutil.rmtree(bench.scratch, ignore_errors=True)
+
+
+def costs_of(claim: Claim, paper: Paper) -> list[str]:
+    """Return the models and machines whose costs a claim's values have; empty if they have none."""
+    module = plugins.load("experiment", claim.experiment)
+    if not getattr(module, "LINKS", False) or getattr(module, "DESCRIBES_COSTS", False):
+        return []
+
+    def named(options: Any) -> Iterator[str]:
+        if isinstance(options, Mapping):
+            if isinstance(machine := options.get("machine"), str) and "model" in options:
+                yield f"{options['model']} on {machine}"
+            for value in options.values():
+                yield from named(value)
+
+    own = f"{paper.machine.model} on {paper.machine.machine}" if paper.machine.model else "an assumed machine"
+    return list(dict.fromkeys(named(claim.options))) or [own]
 
 
 def decided_elsewhere(claim: Claim, found: ExperimentResult, model: NamedModel | None) -> str:
@@ -226,7 +244,6 @@ def _facts(chosen: Paper, quick: bool) -> Row:
     return {
         **asdict(chosen.paper),
         "sizes": asdict(chosen.quick if quick else chosen.sizes),
-        "machine_named": {"machine": chosen.machine.machine, "model": chosen.machine.model},
         "assumed_machine": asdict(chosen.machine.assumed()),
         "left_out": [asdict(one) for one in chosen.left_out],
     }

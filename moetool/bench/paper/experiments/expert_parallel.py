@@ -42,7 +42,7 @@ _WHAT = {
 }
 _LATENCY_S = 5e-6  # of a link between nodes
 
-LINKS = True
+LINKS = DESCRIBES_COSTS = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

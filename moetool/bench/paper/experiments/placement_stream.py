@@ -17,7 +17,7 @@ from moetool.placement.latency import Latency, linear_latency, unit_latency
 from moetool.placement.modes import Batch, modes
 from moetool.trace.reader import Trace
 
-LINKS = True
+LINKS = DESCRIBES_COSTS = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -321,6 +321,9 @@ def test_questions_of_our_own_are_not_counted_among_the_claims(tmp_path: Path) -
     claims, own = (one for one in shown if hasattr(one, "rows"))
     assert "does not answer" in own.title and len(claims.rows) == len(own.rows) == 1
     assert "1 undecided of 1" in shown and "Table I, undecided: two traces" in shown
+    assert [row[-2] for row in claims.rows] == [row[-1] for row in own.rows] == ["1"]  # both were measured alike
+    (run,) = (line for line in shown if isinstance(line, str) and line.startswith("run "))
+    assert run.startswith(f"run 1: {made.rows[0]['on']}; ") and "seed" in run and run.endswith("an assumed machine")
     for row in made.rows:  # as results of an earlier version
         for name in ("best", "highest_best", "whole_layers", "expert_bytes"):
             row.pop(name, None)

@@ -147,6 +147,25 @@ def test_swept_edge_servers_and_store_capacities_give_curves(tmp_path: Path, giv
     assert found.axes == ("maps in the store", "size of the store, MB")
 
 
+def test_routes_take_the_shape_of_a_model_with_fewer_experts_a_layer(tmp_path: Path) -> None:
+    spec = make_spec(2, 16, 4)
+    trace = Trace(write_trace(tmp_path / "scored", spec, num_requests=3, keep=("topk", "logits")))
+    bench = _bench(tmp_path / "work", {"there": trace.path})
+    assert edge_servers.shaped(bench, trace, "") is trace
+    shaped = edge_servers.shaped(bench, trace, "mixtral-8x7b")
+    assert (shaped.spec.num_experts_L, shaped.spec.top_k_L) == ((8,) * 4, (2,) * 4)
+    assert shaped.spec.total_experts == spec.total_experts and len(shaped.requests) == 3
+    for old, new in zip(trace.batches(["logits"]), shaped.batches(), strict=True):
+        assert old.logits_TF is not None and (old.phase_T == new.phase_T).all()
+        for layer in range(4):
+            mine_TE = old.logits_TF[:, 8 * layer : 8 * layer + 8].astype(float)
+            best_TK = np.take_along_axis(mine_TE, new.experts_TS[:, 2 * layer : 2 * layer + 2].astype(int), axis=1)
+            assert (np.sort(best_TK, axis=1) == np.sort(mine_TE, axis=1)[:, -2:]).all()
+    odd = Trace(write_trace(tmp_path / "odd", make_spec(2, 12, 4), num_requests=1, keep=("topk", "logits")))
+    with refused(CannotTestError, 12, 8):
+        edge_servers.shaped(bench, odd, "mixtral-8x7b")
+
+
 def test_affinity_experiment_needs_two_layers(tmp_path: Path, given: dict[str, Path]) -> None:
     found = expert_affinity.run(_bench(tmp_path, given), expert_affinity.Options())
     assert found.values["by chance"] == [TOP_K / EXPERTS]
