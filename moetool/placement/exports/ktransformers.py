@@ -48,4 +48,7 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
         for _, tokens_LE in loads(trace, frozenset(planned)):
             count_LE[list(plan.spec.layer_ids_L)] += tokens_LE
     durable.write_bytes(out, table(count_LE))
-    return [f"{out}: counts of {plan.spec.num_layers} layers x {plan.spec.num_experts} experts"]
+    return [
+        f"{out}: counts of {plan.spec.num_layers} layers x {plan.spec.num_experts} experts",
+        "checked against the source of KTransformers; not loaded by the engine",
+    ]

@@ -34,4 +34,5 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
         f"--init-expert-location {out} --ep-size {slots_LGS.shape[1]} "
         f"--ep-num-redundant-experts {num_slots - num_experts}",
         f"{write_sidecar(plan, out)} has its provenance",
+        "checked by the loader of SGLang 0.5.23",
     ]

@@ -25,4 +25,7 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
         lines.append(f"  {layer_id}: [{', '.join(map(str, slots_GS.ravel().tolist()))}]")
     lines += [f"num_slots: {slots_LGS.shape[1] * slots_LGS.shape[2]}", "layer_updates_per_iter: 0"]
     durable.write_text(out, "\n".join(lines) + "\n")
-    return [f"moe_config.load_balancer: {out}, with moe_expert_parallel_size {slots_LGS.shape[1]}"]
+    return [
+        f"moe_config.load_balancer: {out}, with moe_expert_parallel_size {slots_LGS.shape[1]}",
+        "checked against the source of TensorRT-LLM (0004396); not loaded by the engine",
+    ]

@@ -32,4 +32,4 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
     durable.write_text(out, json.dumps({"moe_layer_count": len(layers), "layer_list": layers}) + "\n")
     redundant = slots_LGS.shape[1] * slots_LGS.shape[2] - plan.spec.num_experts
     config = {"eplb_config": {"expert_map_path": str(out), "num_redundant_experts": redundant}}
-    return [f"--additional-config '{json.dumps(config)}'"]
+    return [f"--additional-config '{json.dumps(config)}'", "checked by the loader of vllm-ascend 0.23.0.post1"]

@@ -5,10 +5,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from moetool.base import plugins
@@ -17,6 +20,7 @@ from moetool.base.types import Cluster, Gpu, Server
 from moetool.cli.main import app
 from moetool.placement.demand import read_demand
 from moetool.placement.latency import unit_latency
+from moetool.placement.plan import PlacementPlan
 from moetool.placement.planner import Problem, filled, place
 from moetool.placement.planning import Setting, plan_placement
 from moetool.trace.foreign.exporting import export_trace
@@ -112,15 +116,35 @@ def test_what_an_engine_cannot_take_is_refused_while_planning(trace: Trace) -> N
         filled(problem, placed_GLE, 7, "uniform")
 
 
+def engine_source(package: str, release: str, path: str) -> Path:
+    """A file of an engine's package, whose dependencies need not be installed."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        pytest.skip(f"no {package} on PYTHONPATH: unpack {release} of PyPI there, without dependencies")
+    return Path(found.submodule_search_locations[0]) / path
+
+
+def engine_module(source: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, source.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def exported(trace: Trace, engine: str, out: Path) -> PlacementPlan:
+    """A plan of three slots of each layer on eight GPUs, and its file."""
+    machines = make_cluster([[4 * 3] * 2] * 4, slot_bytes=trace.spec.slot_bytes)
+    plan, _ = plan_placement({"s0": trace}, machines, "eplb", {}, setting=Setting(engine=engine, slots_per_gpu=3))
+    plugins.load("export", engine).write_plan(plan, out, 6)
+    return plan
+
+
 def test_sglangs_own_loader_reads_its_file(trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sglang.srt.eplb.expert_location` itself, where the package is installed; its dispatch is `nearest`."""
-    package = importlib.util.find_spec("sglang")
-    if package is None or not package.submodule_search_locations:
-        pytest.skip("sglang is not installed")
-    source = Path(package.submodule_search_locations[0]) / "srt" / "eplb" / "expert_location.py"
-    machines = make_cluster([[4 * 3] * 2] * 4, slot_bytes=trace.spec.slot_bytes)  # 3 slots of each layer
-    plan, _ = plan_placement({"s0": trace}, machines, "eplb", {}, setting=Setting(engine="sglang", slots_per_gpu=3))
-    plugins.load("export", "sglang").write_plan(plan, tmp_path / "s.json", 6)
+    """`sglang.srt.eplb.expert_location` itself; its dispatch is `nearest`."""
+    source = engine_source("sglang", "sglang==0.5.23", "srt/eplb/expert_location.py")
+    plan = exported(trace, "sglang", tmp_path / "s.json")
     runtime = ModuleType("sglang.srt.runtime_context")
     moe = SimpleNamespace(
         init_expert_location=str(tmp_path / "s.json"),
@@ -137,11 +161,7 @@ def test_sglangs_own_loader_reads_its_file(trace: Trace, tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, elastic.__name__, elastic)
     runtime.get_device = lambda: SimpleNamespace(device="cpu")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", runtime)
-    spec = importlib.util.spec_from_file_location("expert_location", source)
-    assert spec is not None and spec.loader is not None
-    theirs = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "expert_location", theirs)
-    spec.loader.exec_module(theirs)
+    theirs = engine_module(source, monkeypatch)
     shape = theirs.ModelConfigForExpertLocation(num_layers=6, num_logical_experts=16)
     monkeypatch.setattr(theirs.ModelConfigForExpertLocation, "from_model_config", staticmethod(lambda config: shape))
     placed_GLE, server_G = plan.placed_GLE, np.array(plan.cluster.server_G)
@@ -156,6 +176,46 @@ def test_sglangs_own_loader_reads_its_file(trace: Trace, tmp_path: Path, monkeyp
             near_G = placed_GLE[:, layer, expert] & (server_G == server_G[rank])
             assert placed_GLE[gpu, layer, expert]
             assert gpu == rank if placed_GLE[rank, layer, expert] else near_G[gpu] or not near_G.any()
+
+
+def test_vllm_ascends_own_loader_reads_its_file(trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`vllm_ascend.eplb.core.eplb_utils` itself, with each rank's map of experts on the CPU."""
+    source = engine_source("vllm_ascend", "vllm-ascend==0.23.0.post1", "eplb/core/eplb_utils.py")
+    plan = exported(trace, "vllm_ascend", tmp_path / "a.json")
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.layers.fused_moe"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    manager, log = ModuleType("vllm.model_executor.layers.fused_moe.expert_map_manager"), ModuleType("vllm.logger")
+    manager.determine_expert_map = log.logger = None  # type: ignore[attr-defined]  # of models without a map
+    monkeypatch.setitem(sys.modules, manager.__name__, manager)
+    monkeypatch.setitem(sys.modules, log.__name__, log)
+    monkeypatch.setattr(torch.Tensor, "npu", lambda tensor: tensor, raising=False)
+    theirs = engine_module(source, monkeypatch)
+    config = SimpleNamespace(expert_map_path=str(tmp_path / "a.json"), dynamic_eplb=False, num_redundant_experts=8)
+    for layer, gpus in enumerate(plan.experts_LG):
+        for rank, experts in enumerate(gpus):
+            moe = SimpleNamespace(num_experts=16, ep_size=8, ep_rank=rank)
+            _, local_E, slot_E, redundant = theirs.init_eplb_config(config, layer, moe)
+            assert redundant == 8
+            assert {expert for expert in range(16) if local_E[expert] >= 0} == set(experts)
+            assert all(expert in gpus[int(slot_E[expert]) // 3] for expert in range(16))
+
+
+def test_tensorrt_llms_file_has_the_schema_of_its_source(trace: Trace, tmp_path: Path) -> None:
+    """`MoeLoadBalancerConfig` of tensorrt_llm/llmapi/llm_args.py (0004396) and its checks."""
+
+    class MoeLoadBalancerConfig(BaseModel, extra="forbid"):
+        num_slots: int | None = None
+        initial_global_assignments: dict[int, list[int]] | None = None
+        layer_updates_per_iter: int = 0
+
+    plan = exported(trace, "tensorrt_llm", tmp_path / "t.yaml")
+    config = MoeLoadBalancerConfig(**yaml.safe_load((tmp_path / "t.yaml").read_text()))
+    assert config.num_slots == 24 and config.layer_updates_per_iter == 0
+    assert config.initial_global_assignments is not None
+    assert list(config.initial_global_assignments) == list(trace.spec.layer_ids_L)
+    for gpus, slots in zip(plan.experts_LG, config.initial_global_assignments.values(), strict=True):
+        assert [tuple(sorted(slots[start : start + 3])) for start in range(0, config.num_slots, 3)] == list(gpus)
+        assert set(slots) == set(range(16))
 
 
 @pytest.mark.parametrize(("planner", "option"), [("eplb", "slots_per_gpu"), ("director", "c_max")])
