@@ -13,6 +13,7 @@ from moetool.base.tables import count
 from moetool.base.types import ModelSpec
 from moetool.caching.policy import MIN_SLOTS, parse_options, policy_class
 from moetool.kernels.cpu.tiles import find_tiles
+from moetool.kernels.cpu.vectors import cpu_has_pairs
 from moetool.models.cache_size import RESERVED
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.experts.packed_slot import stays_packed
@@ -321,7 +322,8 @@ def this_machine(
             raise UsageError("--process-memory bounds a process on a CPU; beside a GPU use --host-memory")
         free = int(torch.cuda.mem_get_info(device)[0] * (1 - _GPU_HEADROOM))
         return Machine(limit_bytes=free, source="free on the GPU", curve=curve)
-    libraries = _reserve_bytes(checkpoint, options) + _state_bytes(checkpoint.spec, policy, options)
+    libraries = _reserve_bytes(checkpoint, options, compile=taken_bytes is None)
+    libraries += _state_bytes(checkpoint.spec, policy, options)
     try:
         limit, source = _process_limit(process_memory_bytes, libraries, taken_bytes)
     except CapacityError:
@@ -419,14 +421,14 @@ def _state_bytes(spec: ModelSpec, policy: str, options: ServeOptions) -> int:
     return 2 * policy_class(name).state_bytes(spec, parse_options(name, given))
 
 
-def _reserve_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
+def _reserve_bytes(checkpoint: Checkpoint, options: ServeOptions, *, compile: bool) -> int:
     """Bytes of this process's memory that nothing counts."""
     dtype, forms = parse_dtype(options.dtype), [layer.form for layer in checkpoint.layers]
     formats = checkpoint.quantization.formats if checkpoint.quantization is not None else ()
     by_torch = dtype == torch.bfloat16 and (  # products in float32 need no code of their own
         any(form.up_transposed or form.down_transposed for form in forms)
         or any(stays_packed(format, form, dtype) for format in formats for form in forms)
-        or find_tiles() is None
+        or not (find_tiles() if compile else cpu_has_pairs())  # compiled code is then part of the taken memory
     )
     return _RESERVE_BYTES + by_torch * _TORCH_PRODUCTS_BYTES
 
