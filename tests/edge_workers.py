@@ -27,6 +27,7 @@ class DrawnWorker:
         odds_LE: probability that a token chooses each expert.
         call_s: seconds of a remote (token, expert) pair, besides `expert_s` of compute.
         move_s: seconds of an expert's transfer.
+        trial_share: of them, in a trial copy.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class DrawnWorker:
         self.server, self.spec, self.held, self.slots = server, spec, set(held), slots
         self.odds_LE, self.others = odds_LE, others
         self.call_s, self.expert_s, self.move_s = call_s, expert_s, move_s
+        self.trial_share = 1.0
         self.holders: ExpertLocations | None = None
         self.dead = False
         self.fails: dict[Place, int] = {}
@@ -128,8 +130,8 @@ class DrawnWorker:
 
     def time_copies(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert]:
         self._live()
-        size = self.spec.slot_bytes
-        return [ArrivedExpert(source=source, bytes=size, seconds=self.move_s) for *_, source in moves]
+        size, seconds = self.spec.slot_bytes, self.trial_share * self.move_s
+        return [ArrivedExpert(source=source, bytes=size, seconds=seconds) for *_, source in moves]
 
     def drop_all(self, places: Sequence[Place]) -> None:
         for place in places:

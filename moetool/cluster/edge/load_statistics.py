@@ -14,6 +14,7 @@ from moetool.cluster.edge.protocol import ArrivedExpert, WorkerStats
 _FOLDS = 4
 _TRACE = 1e-6
 _OLDER_MOVES, _STALE_MOVES = 0.8, 0.1
+_OVERRUN = 0.5, 4.0
 _MOST = 1e18
 """Largest tokens, bytes or seconds in a state, so that sums and products stay finite."""
 
@@ -64,6 +65,7 @@ class Statistics:
         self._moved_NN = np.zeros((num_servers, num_servers, 2))  # bytes, seconds
         self._fresh: set[frozenset[int]] = set()
         self._rounds = np.zeros(2)  # seconds of migrations besides transfer, rounds
+        self._overrun = 1.0  # seconds of migrations by their estimate
 
     def add(self, stats: WorkerStats, now_s: float) -> None:
         """Count a worker's report. Raises: MismatchError: it is of another model."""
@@ -108,11 +110,15 @@ class Statistics:
         """Count a migration, or a trial, and its seconds without transfer time; later ones weigh more."""
         self._rounds = _OLDER_MOVES * self._rounds + (beside_s, rounds)
 
+    def overran(self, times: float) -> None:
+        """Count a migration that took this many times its estimate: beside other load, trials are too short."""
+        self._overrun = float(np.clip(self._overrun * times, *_OVERRUN))
+
     @property
     def round_s(self) -> float:
         """Seconds of a round of a migration besides transfer: informing all servers, and waiting for computations."""
         seconds, count = self._rounds
-        return max(0.0, float(seconds / count)) if count else 0.0
+        return max(0.0, float(self._overrun * seconds / count)) if count else 0.0
 
     def changed(self, now_s: float) -> None:
         """Start over with a new placement. The time of a call is kept until it is measured again."""
@@ -175,7 +181,7 @@ class Statistics:
                 if size > 0 and seconds > 0:
                     names = cluster.servers[a].name, cluster.servers[b].name
                     # The rate includes the latency.
-                    links[frozenset(names)] = Link(between=names, bytes_s=float(size / seconds))
+                    links[frozenset(names)] = Link(between=names, bytes_s=float(size / seconds / self._overrun))
         return replace(cluster, links=tuple(links.values()))
 
     def to_json(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,6 +147,7 @@ class Scheduler:
         self._moving: ReplacementRecord | None = None
         self._loaded_NLE = np.zeros((num_servers, spec.num_layers, spec.num_experts), np.int64)
         self._moved = np.zeros(3)  # in this migration: copies, seconds of transfer, rounds
+        self._timed = False  # whether its decision knew the rate of every link
         self._now_s: float | None = None
         self._resume = False
         self._servers: Servers | None = None
@@ -288,6 +290,7 @@ class Scheduler:
         if trials := trial_copies(self.statistics, self.cluster, held):
             for server, moved in servers.time_copies(trials):
                 self.statistics.moved(server, moved)
+        self._timed = self.statistics.moved_between.issuperset(map(frozenset, combinations(slots, 2)))
         timed = time.monotonic()
         servers.move([], [])  # a round without moves: informing all servers
         self.statistics.migrated(1, time.monotonic() - timed)
@@ -389,6 +392,8 @@ class Scheduler:
         if copies and copies == self._moving.copies:  # otherwise an earlier scheduler began it, or it was aborted
             took_s = over_s - self._moving.at_s - self._moving.plan_s
             self.statistics.migrated(int(rounds), took_s - busy_s / self.options.share)
+            if self._timed and took_s > 0 and self._moving.foreseen_s > 0:
+                self.statistics.overran(took_s / self._moving.foreseen_s)
 
     def _nearest(self, server: int, place: Place, held: dict[int, frozenset[Place]]) -> int:
         """The holder with the plan's fastest link to a server; -1 if there is none."""

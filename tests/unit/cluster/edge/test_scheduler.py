@@ -234,6 +234,21 @@ def test_a_migration_takes_what_was_foreseen(monkeypatch: pytest.MonkeyPatch) ->
         assert seconds / 1.5 < one.foreseen_s < 1.5 * seconds
 
 
+def test_migrations_that_overrun_their_trials_are_priced_by_what_they_took() -> None:
+    odds_NLE = odds(SPEC, 3)
+    world = World(odds_NLE, planned(odds_NLE, "uniform"))
+    for worker in world.workers.values():
+        worker.trial_share = 0.4  # alone a copy is faster than beside calls
+    for shift in range(6):
+        for n, worker in world.workers.items():
+            worker.odds_LE = odds_NLE[(n + shift) % 3]
+        world.pass_s(200)
+    made = [one for one in world.scheduler.history.decisions if one.made and one.outcome == "done"]
+    overrun = [(one.done_s - one.at_s) / one.foreseen_s for one in made if one.done_s is not None]
+    assert len(overrun) >= 4 and overrun[0] > 1.8
+    assert all(1 / 1.3 < times < 1.3 for times in overrun[3:])
+
+
 def test_each_fast_link_is_tried_before_a_decision() -> None:
     odds_NLE = odds(SPEC, 3)
     world = World(odds_NLE, planned(odds_NLE))
