@@ -193,21 +193,21 @@ def printable(text: str, keep: str = "\n") -> str:
 
 
 def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
-    """Print name, value and meaning, one line each; on a terminal the meaning wraps in its column, or below.
+    """Print name, value and meaning, one line each; on a terminal meanings wrap in their column, or all below.
 
     The column of values is left out if all are empty.
     """
     _spoken.set()
-    names, values = (max(len(row[i]) for row in rows) for i in (0, 1))
+    names, values, longest = (max(map(len, column)) for column in zip(*rows, strict=True))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     left = names + 2 + (values + 2 if values else 0)
     for name, value, meaning in rows:
-        line = f"{name:<{names}}  {value:<{values}}  {meaning}" if values else f"{name:<{names}}  {meaning}"
-        if not width or len(line) <= width:
-            print(line)
-        elif width - left >= _NARROWEST:
+        line = f"{name:<{names}}  {value:<{values}}  " if values else f"{name:<{names}}  "
+        if not width:
+            print(line + meaning)
+        elif width - left >= min(longest, _NARROWEST):
             parts = textwrap.wrap(meaning, width - left, break_on_hyphens=False)
-            print(line[:left] + f"\n{' ' * left}".join(parts))
+            print(line + f"\n{' ' * left}".join(parts))
         else:
             indent = " " * (names + 2)
             print(f"{name:<{names}}  {value}")

@@ -413,7 +413,7 @@ class _Estimator:
                 "run as recorded programs",
             )
         yield "sizes", "estimated, without scales" if estimated else "exact", origin
-        yield "other formats", "mean bits of llama.cpp's mixes and of FP8 and MXFP4 checkpoints", "assumed"
+        yield "other formats", "mean bits", "assumed, of llama.cpp's mixes and of FP8 and MXFP4 checkpoints"
 
     def _memory(self, num_bytes: int | None) -> Machine:
         return memory_of(self._checkpoint, self._options, self._machine.has_gpu, num_bytes)

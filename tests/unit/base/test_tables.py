@@ -137,6 +137,13 @@ def test_lines_are_wrapped_between_words(
     assert len(out.splitlines()) > 1
 
 
+def test_lines_of_one_list_wrap_alike(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _on_terminal(monkeypatch, 80)
+    tables.print_lines([("disk", "3.0 GB/s", "as given"), ("misses", "x" * 60, "published routes")])
+    lines = [line.strip() for line in _seen(capsys).splitlines()]
+    assert lines == ["disk    3.0 GB/s", "as given", f"misses  {'x' * 60}", "published routes"]
+
+
 def test_numbers_for_people() -> None:
     assert [tables.significant(n) for n in (142_840.6, 1000, 948.84, 0.41434, 0)] == [
         *("142,841", "1,000", "948.8", "0.4143", "0")
