@@ -46,6 +46,8 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 def _problem(kind: type, found: Mapping[str, Any], where: str) -> str:
     """Describe the fault of one field, with a remedy."""
     path = shortened(".".join(map(str, found["loc"])))
+    if found["type"] == "dict_type":
+        return f"{where}: {path} holds settings by name, such as {path}.NAME=VALUE"
     if found["type"] != "unexpected_keyword_argument":
         return f"{where}: {path}: {shortened(found['msg'], 300)}"
     if instead := getattr(kind, "REFUSED", {}).get(path):

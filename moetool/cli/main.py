@@ -245,6 +245,9 @@ def _run() -> None:
     except _WrongLine as error:
         said = error.format_message().rstrip(".")  # empty where the help was printed instead
         see = error.ctx.command_path if error.ctx is not None else "moetool"
+        unknown = getattr(error, "option_name", "").removeprefix("--").replace("-", "_")
+        if unknown and any("--set" in option.opts for option in error.ctx.command.params):
+            said += f"; a setting is given as --set {unknown}=VALUE"
         _fail(f"{said[:1].lower()}{said[1:]} (see {see} --help)" if said else "", error.exit_code)
     except typer.Abort:
         _fail("stopped", 1)

@@ -82,7 +82,7 @@ def _prefetch(advice: Advice) -> list[Answer]:
     for place in range(max((len(line.prefetch) for line in advice.lines), default=0)):
         lines = [line for line in advice.lines if len(line.prefetch) > place]
         link = lines[0].prefetch[place]
-        paying = [line for line in lines if line.prefetch[place].gain >= _PAYS]
+        paying = [line for line in lines if round(line.prefetch[place].gain, 2) >= _PAYS]  # as printed
         gains = ", ".join(f"{line.prefetch[place].gain:.2f}x at {_share(line)}" for line in lines)
         recalls = [line.lookahead.recall for line in lines if line.lookahead is not None]
         tokens = max(line.lookahead.tokens for line in lines if line.lookahead is not None)

@@ -120,7 +120,7 @@ def test_the_scheduler_keeps_to_whole_layers(plan: Path, tmp_path: Path) -> None
     given = {"options": {"forward_tokens": 8}}
     watch = SchedulerWithPage({"scheduler": given}, made, print, tmp_path / "state.json")
     assert watch.scheduler.options.options == {"call_s": 1e-3, "forward_tokens": 8}
-    with pytest.raises(UsageError, match="options: Input should be a valid dictionary"):
+    with pytest.raises(UsageError, match="options holds settings by name"):
         SchedulerWithPage({"scheduler": {"options": 3}}, made, print, tmp_path / "state.json")
     SchedulerWithPage(
         {}, replace(made, planner="lab.planner", options={"x": 1}), print, tmp_path / "state.json"

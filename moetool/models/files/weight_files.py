@@ -93,4 +93,5 @@ def _instead(files: Collection[str]) -> str:
         return f"transformers does not read {others[0]}{more} without being told to; rename it, or add an index"
     if ggufs := sorted(name for name in files if name.endswith(".gguf")):
         return f"give one of its GGUF files, such as {ggufs[0]}"
-    return "moetool reads only .safetensors weights and GGUF; look for a converted copy"
+    advice = "moetool reads only .safetensors weights and GGUF; look for a converted copy"
+    return f"{advice}, or see whether it would run here: moetool fit DIR" if "config.json" in files else advice
