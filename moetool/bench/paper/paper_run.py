@@ -90,7 +90,9 @@ def costs_of(claim: Claim, paper: Paper) -> list[str]:
                 yield from named(value)
 
     own = f"{paper.machine.model} on {paper.machine.machine}" if paper.machine.model else "an assumed machine"
-    return list(dict.fromkeys(named(claim.options))) or [own]
+    found, lines = dict.fromkeys(named(claim.options)), claim.options.get("lines", {}).values()
+    inherits = "machine" not in claim.options and any("machine" not in line for line in lines)
+    return list(dict.fromkeys([own, *found] if inherits or not found else found))
 
 
 def decided_elsewhere(claim: Claim, found: ExperimentResult, model: NamedModel | None) -> str:

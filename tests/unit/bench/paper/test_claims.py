@@ -16,7 +16,15 @@ from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Sizes, choose, names, parse_paper, read_paper
 from moetool.bench.paper.experiments import remote_share
 from moetool.bench.paper.paper_results import figures, tables
-from moetool.bench.paper.paper_run import PaperOptions, decided_elsewhere, priced, run_paper, run_papers, with_links
+from moetool.bench.paper.paper_run import (
+    PaperOptions,
+    costs_of,
+    decided_elsewhere,
+    priced,
+    run_paper,
+    run_papers,
+    with_links,
+)
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.verdict import Check, Verdict, ceilings, derive, interval, judge
 from moetool.bench.paper.workbench import Workbench, code_files, parsed, requests_of
@@ -258,6 +266,19 @@ def test_given_traces_bring_the_costs_of_their_model(tmp_path: Path) -> None:
     assert priced(read_paper("prism"), routed) == read_paper("prism")  # its claims fix the bytes of an expert
     (memory,) = {repr(claim.options) for claim in changed.claim if claim.experiment == "memory"}
     assert "mixtral-8x7b-int4" in memory
+
+
+def test_costs_are_those_of_every_compared_machine() -> None:
+    def costs(name: str, says: str) -> list[str]:
+        paper = read_paper(name)
+        return costs_of(next(claim for claim in paper.claim if says in claim.says), paper)
+
+    qwen = "qwen1.5-moe-a2.7b"
+    assert costs("finemoe", "smaller on an A100") == [f"{qwen} on rtx-3090", f"{qwen} on a100-80gb"]
+    assert costs("finemoe", "on an A100 FineMoE has the lowest time to first") == [f"{qwen} on a100-80gb"]
+    assert costs("finemoe", "FineMoE hits more than") == [f"{qwen} on rtx-3090"]
+    assert costs("prism", "printed: MultiData, on Mixtral") == ["mixtral-8x7b on a100-40gb"]
+    assert costs("smoe", "inactive ones") == costs("director", "better than annealing") == []
 
 
 def test_every_difference_in_the_tables_has_a_reason() -> None:
