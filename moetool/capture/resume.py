@@ -61,12 +61,17 @@ def resumed_threads(options: CaptureOptions, out: Path, default: int = 0) -> Cap
 
 
 class CaptureFolder:
-    """The folder of one capture. Reading, and writing distinct batches from several processes, need no lock."""
+    """The folder of one capture. Reading, and writing distinct batches from several processes, need no lock.
 
-    def __init__(self, out: Path, plan: CapturePlan) -> None:
+    Attributes:
+        finished: whether `out` is already the trace of the capture that is resumed.
+    """
+
+    def __init__(self, out: Path, plan: CapturePlan, *, resume: bool = False) -> None:
         self.out = out
         self.path = stage_path(out)
         self.plan = plan
+        self.finished = resume and self._is_written()
 
     def file(self, batch: int) -> Path:
         """Return the path of a finished batch."""
@@ -82,8 +87,7 @@ class CaptureFolder:
         missing = sum(len(self.plan.batches[batch]) for batch in self.missing())
         return self.plan.num_prompts - missing
 
-    def finished(self) -> bool:
-        """Whether `out` is already the trace of this capture."""
+    def _is_written(self) -> bool:
         try:
             manifest = json.loads((self.out / MANIFEST).read_text(encoding="utf-8"))
             facts = manifest["provenance"]["capture"], manifest["requests"]
@@ -168,8 +172,8 @@ def open_stage(
         MoetoolError: a failure within the block, with the next command.
     """
     with durable.alone(out):
-        stage = CaptureFolder(out, plan)
-        if resume and stage.finished():
+        stage = CaptureFolder(out, plan, resume=resume)
+        if stage.finished:
             yield stage
             return
         durable.require_absent(out, overwrite, MANIFEST)

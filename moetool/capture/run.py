@@ -128,7 +128,7 @@ def capture(
     plan, chosen = open_plan(model, prompts, out, options, setup)
     with enter_stage(plan, chosen, out, setup) as stage:
         reads = None
-        if not stage.finished():
+        if not stage.finished:
             reads = run_batches(stage, stage.missing(), chosen.open_model, setup.on_progress)
         return finish(stage, setup.overwrite, began, reads)
 
@@ -291,7 +291,7 @@ def finish(stage: CaptureFolder, overwrite: bool, began: float, reads: ExpertRea
     Effects: writes the output, whole or not at all, then removes the stage.
     """
     plan, out = stage.plan, stage.out
-    if not stage.finished():
+    if not stage.finished:
         _LOG.info("writing the trace %s from %d batches", out, len(plan.batches))
         keep, ahead = plan.options.keep, plan.options.ahead
         with (

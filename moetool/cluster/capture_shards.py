@@ -175,7 +175,7 @@ def capture_on_cluster(
     if where.address is None and chosen.setup is not None:
         memory = replace(chosen.setup.memory, composition=plan.composition)
     with enter_stage(plan, chosen, out, setup) as stage:
-        missing = [] if stage.finished() else stage.missing()
+        missing = [] if stage.finished else stage.missing()
         if not missing:
             return finish(stage, setup.overwrite, began)
         arguments = {

@@ -112,6 +112,11 @@ def test_what_is_there_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert Trace(tmp_path / "t").sha256 == before
     capture("reference", _prompts(2), tmp_path / "t", max_new_tokens=2, overwrite=True)
     assert len(Trace(tmp_path / "t").requests) == 2
+    replaced = (tmp_path / "t" / "manifest.json").stat().st_ino
+    capture(
+        "reference", _prompts(2), tmp_path / "t", max_new_tokens=2, overwrite=True
+    )  # as asked, although it is equal
+    assert (tmp_path / "t" / "manifest.json").stat().st_ino != replaced
 
 
 def test_prompts_alone_are_forwarded_without_answers(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class Case:
         self, out: Path, *, resume: bool = True, overwrite: bool = False, plan: CapturePlan | None = None
     ) -> Captured:
         with open_stage(out, plan or self.plan, resume=resume, overwrite=overwrite, on_note=_quiet) as stage:
-            if not stage.finished():
+            if not stage.finished:
                 run_batches(stage, stage.missing(), lambda *_: self.loaded)
             return finish(stage, overwrite, 0.0)
 
