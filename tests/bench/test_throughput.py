@@ -35,6 +35,8 @@ CLIENTS = (1, 8, 64)
 ROUNDS = int(os.environ.get("MOETOOL_ROUNDS", "5"))
 MAX_TOKENS = 24
 KV_TOKENS = 8192
+DTYPE = os.environ.get("MOETOOL_DTYPE", "bfloat16")
+"""Of all servers; bfloat16 is that of the checkpoint, which both choose by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def _transformers_serve(model: Path) -> Iterator[Contender]:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     command = [str(Path(sys.executable).with_name("transformers")), "serve", str(model), "--continuous-batching"]
-    command += ["--device", "cpu", "--dtype", "float32", "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--device", "cpu", "--dtype", DTYPE, "--port", str(port), "--host", "127.0.0.1"]
     # Twice the KV cache of the others: left to itself it takes most of the machine's memory.
     command += ["--cb-block-size", "32", "--cb-num-blocks", str(2 * KV_TOKENS // 32)]
     popen = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -114,7 +116,7 @@ def _transformers_serve(model: Path) -> Iterator[Contender]:
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="transformers serve wants accelerate")
 def test_throughput(reference: Path) -> None:
-    options = ["--set", f"kv_tokens={KV_TOKENS}"]
+    options = ["--set", f"kv_tokens={KV_TOKENS}", "--set", f"dtype={DTYPE}"]
     with contextlib.ExitStack() as stack:
         chosen = stack.enter_context(served("reference", *options))
         few = stack.enter_context(served("reference", *options, "--set", "max_requests=8"))
