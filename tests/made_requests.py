@@ -72,9 +72,7 @@ def _call(description: Json, method: str, template: str, operation: Json) -> st.
 
 def _elsewhere() -> st.SearchStrategy[Call]:
     methods = st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"])
-    paths = st.sampled_from(
-        ["/", "/v1", "/v1/", "/v1/embeddings", "/stats/", "/..%2f..%2fetc/passwd", "/v1/%00", "/%ff"]
-    )
+    paths = st.sampled_from(["/v1", "/v1/", "/v1/embeddings", "/stats/", "/..%2f..%2fetc/passwd", "/v1/%00", "/%ff"])
     return st.builds(Call, methods, paths, st.just(""), st.none() | st.binary(max_size=20), _headers())
 
 
