@@ -211,17 +211,14 @@ class PageLedger:
         """Drop this number of kept pages, the least recently used first."""
         for _ in range(count):
             page = next(iter(self._kept))
-            self._forget(page)
+            del self._kept[page]
+            gone = self._hash_of.pop(page)
+            del self._by_hash[gone]
+            self._gone[gone] = None
+            if len(self._gone) > self.num_pages:
+                del self._gone[next(iter(self._gone))]
             self.evicted += 1
             heapq.heappush(self._free, page)
-
-    def _forget(self, page: int) -> None:
-        del self._kept[page]
-        gone = self._hash_of.pop(page)
-        del self._by_hash[gone]
-        self._gone[gone] = None
-        if len(self._gone) > self.num_pages:
-            del self._gone[next(iter(self._gone))]
 
     def _grow(self) -> None:
         for _ in range(min(self._step, len(self._held))):

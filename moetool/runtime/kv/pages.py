@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from moetool.kernels.cpu.attention import OneQuery
 from moetool.runtime.decoding import PAGE_TOKENS, RowShape
+from moetool.runtime.returned_memory import release_pages
 
 PLAIN: Final = "one whole sequence"
 """In place of a `KvBatch`, for a forward of one sequence without a cache."""
@@ -88,10 +89,9 @@ class KvBatch:
             window: keys that a query attends to; None: all up to its own.
             compiled: whether the compiled kernel takes sequences with one new token.
         """
-        found = self._spans.get((window, compiled))
-        if found is None:
-            found = self._spans[window, compiled] = self._divide(window, compiled)
-        return found
+        if (window, compiled) not in self._spans:
+            self._spans[window, compiled] = self._divide(window, compiled)
+        return self._spans[window, compiled]
 
     def _divide(self, window: int | None, compiled: bool) -> Spans:
         singles: list[OneQuery] = []
@@ -108,9 +108,9 @@ class KvBatch:
             others.append((begin, end, num_rows, num_rows + last - first))
             rows.append(self.key_rows[first:last])
             num_rows += last - first
-        return Spans(
-            singles, others, (rows[0] if len(rows) == 1 else torch.cat(rows)) if self.cached and rows else None
-        )
+        if not self.cached or not rows:
+            return Spans(singles, others, None)
+        return Spans(singles, others, rows[0] if len(rows) == 1 else torch.cat(rows))
 
 
 class KvPages(Cache):
@@ -145,6 +145,11 @@ class KvPages(Cache):
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+    def return_memory(self, first: int, end: int) -> None:
+        """Return the memory of unused pages, from the first to the end, until they are written again."""
+        for rows in self.tensors:
+            release_pages(rows[first * PAGE_TOKENS : end * PAGE_TOKENS])
 
     def close(self) -> None:
         """Free the memory."""

@@ -55,7 +55,6 @@ from moetool.runtime.loop.batched_sampling import on_device
 from moetool.runtime.loop.prompt_chunks import PromptChunks
 from moetool.runtime.loop.sampling import Sampler
 from moetool.runtime.request import Output, SamplingParams
-from moetool.runtime.returned_memory import release_pages
 from moetool.runtime.steps.recorded_steps import RecordedSteps
 
 _LOG = logging.getLogger(__name__)
@@ -178,17 +177,13 @@ class Batcher:
                     find_attention_kernel(queries // shape.heads, shape.key_width)
         num_pages = -(-kv_tokens // PAGE_TOKENS)
         self._pages = KvPages(shapes, num_pages, model.dtype, model.device)
-        self._ledger = PageLedger(
-            num_pages,
-            sharing=prefix_caching,
-            first_pages=-(-first_kv_tokens // PAGE_TOKENS),
-            release=self._release_memory,
-        )
+        first_pages = -(-first_kv_tokens // PAGE_TOKENS)
+        release = self._pages.return_memory
+        self._ledger = PageLedger(num_pages, sharing=prefix_caching, first_pages=first_pages, release=release)
         self.kv_tokens = num_pages * PAGE_TOKENS
         self.kv_bytes = sum(tensor.nbytes for tensor in self._pages.tensors)
-        parameters = inspect.signature(model.forward).parameters
         self._arguments = {cache_argument(model): self._pages, "use_cache": True, **indexed_arguments(model)}
-        self._keeps_logits = "logits_to_keep" in parameters
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._sampler = Sampler(self._eos)
         self._prefixes: PrefixFile | None = None
         self._chunks = PromptChunks(max_prompt_wait_s, max_batch_tokens)
@@ -275,12 +270,9 @@ class Batcher:
         check_request(self.model, self.max_context, prompt, params)
 
     def add(self, request: int, prompt: list[int], params: SamplingParams, drawn: int = 0) -> None:
-        """Queue a request that passed `check` and asks for at least one token.
+        """Queue a request that passed `check` and asks for at least one token; `drawn` as in `Sampler.add`.
 
         Numbers of cancelled requests may be reused.
-
-        Args:
-            drawn: as in `Sampler.add`.
         """
         table = PageTable(len(prompt) + params.max_tokens)
         self._requests[request] = _Request(request, params, list(prompt), len(prompt), table)
@@ -319,9 +311,8 @@ class Batcher:
 
     def score(self, request: int, prompt: list[int]) -> Iterator[torch.Tensor]:
         """Forward a prompt by itself, outside the batch; gives its logits [t, V] float32 in pieces (`score_prompt`)."""
-        logits = score_prompt(
-            self.model, request, prompt, self._forward_id, self.on_forward, **plain_arguments(self.model)
-        )
+        arguments = plain_arguments(self.model)
+        logits = score_prompt(self.model, request, prompt, self._forward_id, self.on_forward, **arguments)
         self._forward_id += 1
         return logits
 
@@ -366,14 +357,13 @@ class Batcher:
         return len(self._running) < self._unreserved or pages <= self._ledger.num_pages
 
     def _make_room(self, request: _Request, count: int, batch: list[tuple[_Request, int]]) -> bool:
-        """Give a running request pages for its next tokens, those of newer ones if need be.
+        """Give a running request pages for its next tokens, if need be from newer ones; returns whether there are any.
 
-        Returns:
-            Whether it has them; otherwise it waits for another forward, or to begin again.
+        Without them it waits for another forward, or to begin again.
         """
+        scheduled = [other for other, _ in batch]  # compared by identity
         while not self._ledger.reserve(request.table, request.held + count):
-            kept = {id(scheduled) for scheduled, _ in batch}
-            newest = next(other for other in reversed(self._running) if id(other) not in kept)
+            newest = next(other for other in reversed(self._running) if other not in scheduled)
             assert len(self._running) > 1, "a request alone fits: it passed check"
             self._running.remove(newest)
             self._waiting.insert(0, newest)
@@ -412,22 +402,19 @@ class Batcher:
         """The batch for attention, and the model's inputs."""
         query_ends = list(accumulate((count for _, count in batch), initial=0))
         key_ends = list(accumulate((request.held + count for request, count in batch), initial=0))
-        rows = [(request.table.rows, request.held, request.held + count) for request, count in batch]
+        rows = [request.table.rows[: request.held + count] for request, count in batch]
         arrays = {
             "tokens": np.array(composed.token_id_T),
             "positions": np.array(composed.info.position_T),
-            "write_rows": np.concatenate([row[held:end] for row, held, end in rows]),
+            "write_rows": np.concatenate([row[-count:] for row, (_, count) in zip(rows, batch, strict=True)]),
             "kept": np.array(query_ends[1:]) - 1,
             "key_ends": np.array(key_ends),
-            "key_rows": np.concatenate([row[:end] for row, _, end in rows]),
+            "key_rows": np.concatenate(rows),
         }
         found = self._tensors(arrays, fixed=self.fixed_shapes and query_ends[-1] == len(batch))
+        written, keys = found["write_rows"], found["key_rows"]
         kv_batch = KvBatch(
-            pages=self._pages,
-            query_ends=query_ends,
-            key_ends=key_ends,
-            write_row_T=found["write_rows"],
-            key_rows=found["key_rows"],
+            pages=self._pages, query_ends=query_ends, key_ends=key_ends, write_row_T=written, key_rows=keys
         )
         inputs = {"input_ids": found["tokens"][None], "position_ids": found["positions"][None]}
         return kv_batch, inputs | ({"logits_to_keep": found["kept"]} if self._keeps_logits else {})
@@ -492,8 +479,3 @@ class Batcher:
         (self._running if request in self._running else self._waiting).remove(request)
         self._ledger.release(request.table, keep=keep)
         self._restarts = False
-
-    def _release_memory(self, first: int, end: int) -> None:
-        """Return the memory of pages that the ledger gave up."""
-        for rows in self._pages.tensors:
-            release_pages(rows[first * PAGE_TOKENS : end * PAGE_TOKENS])

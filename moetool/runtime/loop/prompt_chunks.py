@@ -1,8 +1,8 @@
 """Sizes of prompt chunks for which requests that decode wait."""
 
 import math
-from dataclasses import dataclass
 from statistics import linear_regression
+from typing import NamedTuple
 
 LEAST_WAITED_CHUNK = 64
 """Fewest prompt tokens of a forward that other requests wait for: each forward may need every expert."""
@@ -10,14 +10,18 @@ _FIRST_CHUNK = 256  # before the time of a token is known
 _REMEMBERED = 32  # newest forwards that count: caches fill and contexts grow
 
 
-@dataclass(frozen=True, slots=True)
-class _Forward:
+class _Forward(NamedTuple):
     """Number of a forward, its prompt tokens, its seconds, and its seconds without waits for experts."""
 
     number: int
     tokens: int
     took_s: float
     computed_s: float
+
+    def agrees(self, now: "_Forward") -> bool:
+        """Whether it is recent, and more tokens took longer."""
+        recent = now.number - self.number < _REMEMBERED
+        return recent and (self.tokens - now.tokens) * (self.took_s - now.took_s) > 0
 
 
 class PromptChunks:
@@ -61,7 +65,7 @@ class PromptChunks:
         now = _Forward(self._number, num_tokens, took_s, took_s - fixed_s)
         self._number += 1
         self._newest[num_tokens.bit_length()] = now
-        self._newest = {size: one for size, one in self._newest.items() if one is now or _agrees(one, now)}
+        self._newest = {size: one for size, one in self._newest.items() if one is now or one.agrees(now)}
         token_s = now.computed_s / num_tokens
         if len(self._newest) > 1:
             counted = self._newest.values()
@@ -75,9 +79,3 @@ class PromptChunks:
         if num_tokens <= LEAST_WAITED_CHUNK and len(self._newest) == 1 and took_s > self._max_wait_s:
             wanted = 2 * num_tokens  # shows whether fewer tokens take less time at all
         self._tokens, self._fixed_s = int(min(self._most, max(LEAST_WAITED_CHUNK, wanted))), fixed_s
-
-
-def _agrees(one: _Forward, now: _Forward) -> bool:
-    """Whether an earlier forward is recent, and more tokens took longer."""
-    recent = now.number - one.number < _REMEMBERED
-    return recent and (one.tokens - now.tokens) * (one.took_s - now.took_s) > 0
