@@ -222,6 +222,13 @@ MULTIMODAL = {
 
 def save_multimodal(family: str, to: Path, **changed: Any) -> torch.nn.Module:
     """Write and return a tiny vision-language model, with further values of its text part's config."""
+    model = build_multimodal(family, **changed)
+    model.save_pretrained(to)  # type: ignore[operator]
+    return model
+
+
+def build_multimodal(family: str, **changed: Any) -> torch.nn.Module:
+    """A tiny vision-language model, with further values of its text part's config."""
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.utils import logging
 
@@ -237,7 +244,6 @@ def save_multimodal(family: str, to: Path, **changed: Any) -> torch.nn.Module:
     whole = AutoConfig.for_model(family, text_config=text, vision_config=vision)
     torch.manual_seed(0)
     model: torch.nn.Module = AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).eval()
-    model.save_pretrained(to)  # type: ignore[operator]
     return model
 
 

@@ -27,7 +27,8 @@ _ONE_FACTOR = {
     **{"rope_type": "llama3", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 128},
     **{"low_freq_factor": 1.0, "high_freq_factor": 1.0},
 }
-_VISION_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_VISION_ROPE = {**_PLAIN_ROPE, "mrope_section": [2, 1, 1]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("mixtral", {"intermediate_size": 16}),
     "qwen2moe": ("qwen2_moe", {"norm_topk_prob": False}),
@@ -46,6 +47,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax-m2": ("minimax_m2", {"intermediate_size": 16, "rotary_dim": 4}),
     "lfm2moe": ("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     "qwen35moe": ("qwen3_5_moe_text", {"linear_num_value_heads": 4}),
+    "qwen4exp": (
+        "qwen4_exp_text",
+        {
+            **{"layer_types": ["linear_attention", "indexed_attention"], "output_gate_type": "sigmoid"},
+            **{"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "hc_lowrank": 8},
+            "linear_num_value_heads": 4,
+            **{"indexer_budget": 8, "indexer_compress_ratio": 4, "indexer_head_dim": 8, "indexer_kv_heads": 1},
+            **{"indexer_n_heads": 2, "ple_layer_ids": [1], "ngram_vocab_size_base": 50, "heads_per_ngram": 2},
+            **{"split_ngram_parts": 4, "rope_parameters": {**_VISION_ROPE, "partial_rotary_factor": 1.0}},
+        },
+    ),
     "qwen3next": ("qwen3_next", {"linear_num_value_heads": 4}),
     "granitemoe": ("granitemoe", {"intermediate_size": 16, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
     "dots1": ("dots1", {"norm_topk_prob": True}),
@@ -100,6 +112,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "minimax-m3": (
+        "minimax_m3_vl_text",
+        {
+            **{"num_hidden_layers": 3, "layer_types": ["full_attention", *["minimax_m3_sparse"] * 2]},
+            **{"mlp_layer_types": ["dense", "sparse", "sparse"], "dense_intermediate_size": 48},
+            "intermediate_size": 16,
+            **{"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 2},
+            **{"rotary_dim": 4, "rope_parameters": {**_PLAIN_ROPE, "partial_rotary_factor": 0.5}},
+        },
+    ),
+    "mistral4": (
+        "mistral4",
+        {
+            **_LATENT,
+            "first_k_dense_replace": 0,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    ),
     "mellum": ("mellum", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
     "nemotron_h_moe": (
         "nemotron_h",
@@ -108,7 +138,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5-moe": ("ernie4_5_moe", {"moe_num_experts": 4}),
 }
 """Family and changes to the config of `tests.families`, by file name."""
-_CALLED = {"qwen3vlmoe": "Qwen3VLMoeForConditionalGeneration"}
+_CALLED = {"qwen3vlmoe": "Qwen3VLMoeForConditionalGeneration", "minimax-m3": "MiniMaxM3SparseForCausalLM"}
 """The converter class of a model that is the text part of a larger one."""
 _HASHED = {"compress_ratios": [0, 4, 128], "num_hash_layers": 1, "qk_rope_head_dim": 2, "rope_theta": 10000.0}
 """Values of DeepSeek-V4's published config that transformers writes otherwise."""
@@ -119,6 +149,14 @@ _WINDOWS = {
     "swa_rope_theta": 5000.0,
 }
 """Values of MiMo-V2-Flash's published config that transformers writes otherwise."""
+_BLOCKS = {
+    "sparse_attention_config": {
+        **{"sparse_num_index_heads": 2, "sparse_index_dim": 8, "sparse_topk_blocks": 2},
+        **{"sparse_block_size": 4, "sparse_local_block": 1},
+    },
+    **{"moe_layer_freq": [0, 1, 1], "n_shared_experts": 1, "scoring_func": "sigmoid"},
+}
+"""Values of MiniMax-M3's published config that transformers writes otherwise."""
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]) / 16
 """Numbers of 4 bits, times a scale of 2 ** -4."""
 _BY_LAYER = {"moe_intermediate_size": 16, "moe_topk": 2, "num_shared_expert": 1}
@@ -130,8 +168,13 @@ def build(name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     family, changed = MODELS[name]
-    config = families.config(family, **{**_SMALL, **changed})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if family == "mistral4":
+        model = _whole("mistral3", changed)
+        model.model.vision_tower = model.model.multi_modal_projector = None
+        config = model.config
+    else:
+        config = families.config(family, **{**_SMALL, **changed})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     stored = model.state_dict()
     for key, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
         if name == "deepseek4" and ".experts." in key:  # published in 4 bits
@@ -142,6 +185,11 @@ def build(name: str) -> Any:
             rows = torch.arange(len(tensor))[:, None] + torch.arange(tensor.shape[1])
             tensor.data.copy_(rows % config.n_routed_experts)
     return model
+
+
+def _whole(family: str, changed: dict[str, Any]) -> Any:
+    """A vision-language model, with values of the config of its text part."""
+    return families.build_multimodal(family, tie_word_embeddings=False, **{**_SMALL, **changed})
 
 
 def _numbers(name: str, like: torch.Tensor) -> torch.Tensor:
@@ -162,12 +210,18 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
 
     model = build(name)
     folder = to / f"{name}-dense"
+    if name == "minimax-m3":  # published with the names of the whole model
+        model = _whole("minimax_m3_vl", MODELS[name][1])
+        alone = build(name).state_dict()
+        parts = {key.replace("model.", "model.language_model.", 1): part for key, part in alone.items()}
+        assert not model.load_state_dict(parts, strict=False).unexpected_keys
     model.save_pretrained(folder)
-    vocabulary = {f"t{i}": i for i in range(model.config.vocab_size)}  # gemma4 drops rows of no token
+    vocabulary = {f"t{i}": i for i in range(model.config.get_text_config().vocab_size)}  # gemma4 drops rows of no token
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
     if name == "deepseek4":
         _publish(folder / "model.safetensors")
     kind = get_model_class(_CALLED.get(name, model.config.architectures[0]))
+    kind = kind.Mistral4Model if name == "mistral4" else kind
 
     class Converted(kind):  # type: ignore[misc, valid-type]
         model_arch = kind.model_arch
@@ -175,7 +229,7 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
 
         def set_vocab(self) -> None:
             self.gguf_writer.add_tokenizer_model("gpt2")
-            self.gguf_writer.add_token_list([f"t{i}" for i in range(self.hparams["vocab_size"])])
+            self.gguf_writer.add_token_list([f"t{i}" for i in range(len(vocabulary))])
 
     file = to / f"{name}.gguf"
     with torch.inference_mode():
@@ -184,6 +238,10 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
             hparams |= {key: [value] * 2 for key, value in _BY_LAYER.items()}
         if name == "mimo2":
             hparams |= _WINDOWS
+        if name == "minimax-m3":
+            hparams |= _BLOCKS
+        if name == "qwen4exp":  # as published
+            hparams["layer_types"] = ["linear_attention", "full_attention"]
         if name == "deepseek4":
             hparams |= {**_HASHED, "rope_parameters": _PLAIN_YARN}
         Converted(folder, gguf.LlamaFileType.MOSTLY_F16, file, eager=True, hparams=hparams).write()

@@ -242,7 +242,7 @@ def open_plain(
             return PlainModel(model, "unpacked by compressed-tensors", read_by)
     model = checkpoint.empty_model(dtype)
     fill(model, checkpoint.sources.values(), checkpoint, library.read, dtype, device)
-    complete(model, (), checkpoint.path)
+    complete(model, (), checkpoint)
     return PlainModel(model, _origin(library), {"config": OURS, **library.read_by})
 
 
@@ -277,7 +277,7 @@ def _open_streamed(
         sources.setdefault(int(found[1]) if found else None, []).append(source)
     inside = {key for key in model.state_dict() if re.match(rf"{re.escape(name)}\.\d+\.", key)}
     fill(model, sources.get(None, []), checkpoint, library.read, dtype, device)
-    complete(model, inside, checkpoint.path)
+    complete(model, inside, checkpoint)
     opened: list[int] = []
 
     def open_layer(number: int) -> None:

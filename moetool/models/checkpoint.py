@@ -6,6 +6,7 @@ import json
 import logging
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -118,6 +119,11 @@ class Checkpoint:
         """Close all files opened through this object. Values stay cached, and files may be opened again."""
         for shards in list(self._opened):
             shards.close()
+
+    @property
+    def header_buffers(self) -> Mapping[str, list[int]]:
+        """Numbers of the model that a GGUF header holds, by name."""
+        return self._gguf.buffers if self._gguf is not None else {}
 
     @property
     def _config_file(self) -> Path:

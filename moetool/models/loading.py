@@ -385,7 +385,7 @@ def _fill(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype
     stored = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, kinds)}
     wanted = [source for source in checkpoint.sources.values() if source.parameter not in experts | stored]
     fill(model, wanted, checkpoint, shards.load, dtype, device)
-    complete(model, experts, checkpoint.path)
+    complete(model, experts, checkpoint)
 
 
 ReadWeight = Callable[[str, torch.dtype], torch.Tensor]
@@ -428,17 +428,18 @@ def fill(
             _put(model, name, value.to(device))
 
 
-def complete(model: Any, absent: Collection[str], path: Path) -> None:
-    """Tie weights and compute buffers that no file holds, once everything else is loaded.
+def complete(model: Any, absent: Collection[str], checkpoint: Checkpoint) -> None:
+    """Tie weights and compute buffers that no tensor holds, once everything else is loaded.
 
     Args:
         absent: parameters and buffers that stay on the meta device.
-        path: path of the checkpoint, for errors.
 
     Raises:
         MismatchError: another tensor is still on the meta device.
     """
-    device = next(p.device for p in model.parameters() if not p.is_meta)
+    device, path = next(p.device for p in model.parameters() if not p.is_meta), checkpoint.path
+    for name, numbers in checkpoint.header_buffers.items():
+        _put(model, name, torch.tensor(numbers))
     unfilled = {name for name, value in model.state_dict().items() if value.is_meta}
     model.tie_weights(missing_keys=unfilled, recompute_mapping=False)  # those of `Checkpoint.skeleton`
     missing = [name for name, value in model.state_dict().items() if value.is_meta and name not in absent]

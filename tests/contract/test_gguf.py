@@ -17,7 +17,7 @@ from moetool.models.gguf.architectures import UNREAD, find_architecture
 from moetool.models.gguf.blocks import GgmlCodec
 from moetool.models.gguf.metadata import Metadata
 from moetool.models.loading import load_full, load_lazy
-from tests import families, gguf_oracle
+from tests import families, gguf_oracle, llama_cpp_logits
 from tests.gguf_models import ARCHITECTURES, written
 from tests.greedy import generated, prompts, require_same_under_every_policy, served
 from tests.refusals import refused
@@ -79,6 +79,18 @@ def test_what_llama_cpp_converts_is_the_model_it_came_from(name: str) -> None:
     generated(dense, prompts(3)).require_same(served(path, "lru", prompts(3)))
 
 
+@pytest.mark.parametrize("name", llama_cpp_logits.FILES)
+def test_logits_are_those_of_llama_cpp(name: str) -> None:
+    """Of its own library: the converter's tensors and header may mean what no reader of ours thinks of."""
+    families.require_known(gguf_oracle.MODELS[name][0])
+    with np.load(llama_cpp_logits.LOGITS) as stored:
+        theirs = torch.from_numpy(stored[name])
+    full = load_full(Checkpoint.open(GOLDEN / f"{name}.gguf"), torch.float32)
+    with torch.inference_mode():
+        ours = full.model(torch.tensor([llama_cpp_logits.TOKENS]), use_cache=False).logits[0]
+    assert torch.allclose(ours, theirs[:, : ours.shape[1]], rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
 def test_every_architecture_with_experts_is_read_or_refused_by_name() -> None:
     """Those of the gguf package. The other format helps where transformers has the family."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -109,6 +121,16 @@ def test_what_headers_of_other_models_lack_is_as_in_llama_cpp() -> None:
     assert _config("cohere2moe", expert_gating_func=1)["expert_selection_fn"] == "softmax"
     assert _config("glm-dsa", **{"attention.indexer.types": None})["indexer_types"] == ["full", "shared"]
     assert _config("glm-dsa", **{"attention.indexer.types": [True] * 2})["indexer_types"] == ["full"] * 2
+
+
+def test_mistral_large_3_in_a_file_of_deepseek2_is_read_as_mistral4() -> None:
+    header = read_gguf_header(GOLDEN / "mistral4.gguf")
+    values = {key.replace("mistral4.", "deepseek2.", 1): value for key, value in header.metadata.items()}
+    shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+    scaled = Metadata("deepseek2", {**values, "deepseek2.attention.temperature_scale": 0.25}, shapes)
+    made = find_architecture(scaled)
+    assert (made.family, find_architecture(Metadata("deepseek2", values, shapes)).family) == ("mistral4", "deepseek_v2")
+    assert made.config(scaled)["rope_parameters"]["llama_4_scaling_beta"] == 0.25
 
 
 def test_on_text_qwen3_vl_is_the_family_that_serves_its_text_part() -> None:

@@ -5,6 +5,7 @@ converter; tests compare it with the original model.
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,16 @@ from typing import Any
 from moetool.base.errors import UsageError
 from moetool.models.gguf import configs
 from moetool.models.gguf.blocks import Undo
-from moetool.models.gguf.changes import Grouped, Interleaved, Latent, Logarithm, MinusOne, RotaryHalves, TensorJoin
+from moetool.models.gguf.changes import (
+    Concatenated,
+    Grouped,
+    Interleaved,
+    Latent,
+    Logarithm,
+    MinusOne,
+    RotaryHalves,
+    TensorJoin,
+)
 from moetool.models.gguf.configs import by_layer
 from moetool.models.gguf.metadata import SIGMOID, SOFTMAX, SQUARE_ROOT, Metadata
 
@@ -71,6 +81,10 @@ _CONVOLUTIONS = {
     "ffn_gate_inp": "feed_forward.gate",
     "exp_probs_b": "feed_forward.expert_",
     **{f"shortconv.{x}": f"conv.{x}" for x in ("conv", "in_proj", "out_proj")},
+}
+_BLOCK_INDEXER = {
+    **{f"indexer.{x}_proj": f"self_attn.indexer.{x}_proj" for x in "qk"},
+    **{f"indexer.{x}_norm": f"self_attn.indexer.{x}_norm" for x in "qk"},
 }
 _INDEXER = {
     "indexer.attn_q_b": "self_attn.indexer.wq_b",
@@ -132,6 +146,25 @@ _LLAMA4 = {
     **{f"ffn_{x}": f"feed_forward.{x}_proj" for x in ("gate", "up", "down")},
     **{f"ffn_{x}_shexp": f"feed_forward.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
 }
+_QWEN4 = {
+    **{
+        f"{tensor}_{leaf}": f"{module}.{part}"
+        for tensor, module in (
+            ("output_hc", "model.hyper_connection_mixer"),
+            ("hc_attn", "attn_hyper_connection"),
+            ("hc_ffn", "mlp_hyper_connection"),
+        )
+        for leaf, part in (
+            ("norm", "hc_norm"),
+            ("down", "input_mix_weight_down"),
+            ("up", "input_mix_weight_up"),
+            ("inject", "block_inject_weight"),
+        )
+    },
+    **{f"ple_{x}": f"ple.{x}_proj" for x in ("key", "value")},
+    **{f"ple_{x}": f"ple.{x}" for x in ("norm_key", "norm_query", "norm_conv", "conv1d")},
+    **{f"indexer.{x}_norm": f"self_attn.indexer.{x}_layernorm" for x in "qk"},
+}
 _AFMOE = {
     "attn_gate": "self_attn.gate_proj",
     "ffn_norm": "pre_mlp_layernorm",
@@ -150,6 +183,7 @@ class Architecture:
 
     Attributes:
         family: the `model_type` of transformers.
+        within: the `model_type` of the larger model that transformers builds the family in; empty: it stands alone.
         config: further fields of the config.
         names: module names that differ from the usual ones. A final `!` marks a parameter without a suffix, a final
             `_` a prefix of `weight` or `bias`.
@@ -161,9 +195,12 @@ class Architecture:
         interleaved: whether rows of gate and up alternate.
         transposed: whether the family's experts are transposed, as input by output.
         gating: required score function of the router, as ggml's number; None: any.
+        in_layer: names in the model of tensors outside the layers that belong to a layer which the header names.
+        buffers: numbers of the model that the header holds, by name.
     """
 
     family: str
+    within: str = ""
     config: Callable[[Metadata], Config]
     names: Mapping[str, str] = field(default_factory=dict)
     experts: str = "mlp.experts"
@@ -174,14 +211,22 @@ class Architecture:
     interleaved: bool = False
     transposed: bool = False
     gating: int | None = None
+    in_layer: Callable[[Metadata], Mapping[str, str]] = lambda meta: {}
+    buffers: Callable[[Metadata], Mapping[str, list[int]]] = lambda meta: {}
+
+    @property
+    def decoder(self) -> str:
+        """The module that holds the layers."""
+        return "model.language_model" if self.within else "model"
 
     def renamed(self, name: str) -> str | None:
         """A tensor's name in the model; None if the architecture lacks it."""
         stem, _, end = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
         root, module = "", self.names.get(stem) or _WHOLE.get(stem, "")
+        module = re.sub(r"^model\b", self.decoder, module)
         if stem.startswith("blk."):
             _, layer, leaf = stem.split(".", 2)
-            root, module = f"model.layers.{layer}.", self.names.get(leaf) or _LAYER.get(leaf, "")
+            root, module = f"{self.decoder}.layers.{layer}.", self.names.get(leaf) or _LAYER.get(leaf, "")
         if not module:
             return None
         if module.endswith("!"):  # a parameter, not a module
@@ -192,6 +237,11 @@ class Architecture:
 def _halves(meta: Metadata) -> dict[str, Undo]:
     heads = {"q": meta("attention.head_count"), "k": max(by_layer(meta, "attention.head_count_kv"))}
     return {f"{x}_proj.{end}": RotaryHalves(n) for x, n in heads.items() for end in ("weight", "bias")}
+
+
+def _fused(leaf: str, module: str) -> Joined:
+    """Gate and up of a layer that one projection of the model computes."""
+    return f"{module}.gate_up_proj.weight", (f"ffn_gate{leaf}.weight", f"ffn_up{leaf}.weight"), Concatenated()
 
 
 def _norms(meta: Metadata) -> dict[str, Undo]:
@@ -206,7 +256,7 @@ def _grouped(meta: Metadata) -> dict[str, Undo]:
         **_norms(meta),
         "linear_attn.A_log": grouped(logarithm=True),
         **dict.fromkeys(("dt_bias", "in_proj_a.weight", "in_proj_b.weight", "in_proj_z.weight"), grouped()),
-        **dict.fromkeys(("in_proj_qkv.weight", "conv1d.weight"), grouped(first=queries)),
+        **dict.fromkeys(("in_proj_qkv.weight", "linear_attn.conv1d.weight"), grouped(first=queries)),
         "linear_attn.out_proj.weight": grouped(inputs=True),
     }
 
@@ -216,6 +266,33 @@ def _qwen3_next(meta: Metadata) -> Sequence[Joined]:
     return [("linear_attn.in_proj_qkvz.weight", ("attn_qkv.weight", "attn_gate.weight"), undo)]
 
 
+def _qwen4(meta: Metadata) -> dict[str, Undo]:
+    own = ("hc_norm.weight", "norm_key.weight", "norm_query.weight", "norm_conv.weight")
+    return {**_grouped(meta), **dict.fromkeys(own, MinusOne())}
+
+
+def _n_grams(meta: Metadata) -> str | None:
+    """The module that looks n-grams up."""
+    layers = meta.get("ple.layers")
+    return f"model.layers.{layers[0]}.ple.ple_embedding" if layers else None
+
+
+def _n_gram_table(meta: Metadata) -> dict[str, str]:
+    module = _n_grams(meta)
+    return {"per_layer_token_embd.weight": f"{module}.ngram_embedding.weight"} if module else {}
+
+
+def _n_gram_hashes(meta: Metadata) -> dict[str, list[int]]:
+    keys = {
+        "layer_multipliers": "layer_multipliers",
+        "ngram_heads_offsets": "head_offsets",
+        "ngram_heads_vocab_sizes": "head_vocab_sizes",
+    }
+    module = _n_grams(meta)
+    return {f"{module}.{leaf}": meta(f"ple.{key}") for leaf, key in keys.items()} if module else {}
+
+
+_INDEX = ("self_attn.indexer.index_qk_proj.weight", ("indexer.q_proj.weight", "indexer.k_proj.weight"), Concatenated())
 _DEEPSEEK = functools.partial(
     Architecture,
     config=configs.deepseek,
@@ -290,6 +367,15 @@ ARCHITECTURES = {
     "minimax-m2": Architecture(
         family="minimax_m2", config=configs.local, names={"exp_probs_b": "mlp.e_score_correction_"}, gating=SIGMOID
     ),
+    "minimax-m3": Architecture(
+        family="minimax_m3_vl_text",
+        config=configs.minimax_m3,
+        names=_BLOCK_INDEXER,
+        undo=lambda meta: {"norm.weight": MinusOne()},
+        joined=lambda meta: [_fused("_shexp", "mlp.shared_experts"), _fused("", "mlp")],
+        gating=SIGMOID,
+    ),
+    "mistral4": _DEEPSEEK(family="mistral4", within="mistral3", config=configs.mistral4, gating=SOFTMAX),
     "nemotron_h_moe": Architecture(
         family="nemotron_h",
         config=configs.nemotron,
@@ -312,12 +398,22 @@ ARCHITECTURES = {
         undo=lambda meta: {**_norms(meta), "linear_attn.A_log": Logarithm()},
         joined=_qwen3_next,
     ),
+    "qwen4exp": Architecture(
+        family="qwen4_exp_text",
+        config=configs.qwen4,
+        names={**_SHARED_EXPERT, **_LINEAR, **_QWEN4},
+        undo=_qwen4,
+        joined=lambda meta: [_INDEX],
+        in_layer=_n_gram_table,
+        buffers=_n_gram_hashes,
+    ),
     "qwen3vlmoe": _QWEN3,  # the text part; for text its three positions are equal
 }
 """Architectures by `general.architecture`."""
 UNREAD = {
     "bailingmoe3": "bailing_hybrid",
     "dbrx": "dbrx",
+    "deepseek2-ocr": "unlimited_ocr",
     "dots3note": "dots3_note",
     "glm5-next": "glm5_next",
     "granite_swa": "granitemoe_swa",
@@ -326,12 +422,12 @@ UNREAD = {
     "jamba": "jamba",
     "kimi-linear": "kimi_linear",
     "minimax-01": "minimax",
-    "minimax-m3": "minimax_m3_vl",
-    "mistral4": "mistral4",
     "phimoe": "phimoe",
-    "qwen4exp": "qwen4_exp",
+    "step35": "step3p7",
 }
 """Architectures that are not read, of families that run in Hugging Face format."""
+_LOSSES = {"phimoe": "llama.cpp's converter leaves short_mscale and long_mscale out, factors of its rotary embedding"}
+"""Reasons why files of an architecture cannot be read."""
 _SCORED_BY_SOFTMAX = _DEEPSEEK(family="deepseek_v2", gating=SOFTMAX)
 
 
@@ -343,9 +439,10 @@ def find_architecture(meta: Metadata) -> Architecture:
     """
     found = ARCHITECTURES.get(meta.architecture)
     if found is None and meta.architecture in UNREAD:
+        reason = _LOSSES.get(meta.architecture, "")
         raise UsageError(
-            f"is of the architecture {meta.architecture!r}, which moetool does not read; use the model in Hugging Face "
-            f"format (family {UNREAD[meta.architecture]})"
+            f"is of the architecture {meta.architecture!r}, which moetool does not read"
+            f"{reason and f' ({reason})'}; use the model in Hugging Face format (family {UNREAD[meta.architecture]})"
         )
     if found is None:
         raise UsageError(
@@ -355,7 +452,8 @@ def find_architecture(meta: Metadata) -> Architecture:
     if not meta.get("expert_count"):
         raise UsageError(f"has no experts (architecture {meta.architecture}); use a mixture-of-experts model")
     if meta.architecture == "deepseek2" and meta.gating == SOFTMAX:
-        return _SCORED_BY_SOFTMAX
+        scaled = meta.get("attention.temperature_scale")  # of Mistral Large 3
+        return ARCHITECTURES["mistral4"] if scaled else _SCORED_BY_SOFTMAX
     if found.gating not in (None, meta.gating):
         raise UsageError(
             f"routes with ggml's gating function {meta.gating}, expected {found.gating} of {found.family}; use the "

@@ -45,6 +45,17 @@ class MinusOne:
 
 
 @dataclass(frozen=True, slots=True)
+class Concatenated:
+    """Join the rows of tensors."""
+
+    def shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def __call__(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts.values()))
+
+
+@dataclass(frozen=True, slots=True)
 class Latent:
     """Join keys [heads, rank, keys] and values [heads, values, rank] to [heads * (keys + values), rank]."""
 

@@ -110,6 +110,37 @@ def linear(meta: Metadata) -> dict[str, Any]:
     }
 
 
+def qwen4(meta: Metadata) -> dict[str, Any]:
+    config = {
+        **linear(meta),
+        "output_gate_type": "sigmoid",  # llama.cpp's graph fixes it
+        "hc_count": meta("hyper_connection.count"),
+        "hc_lowrank": meta("hyper_connection.low_rank"),
+        "indexer_n_heads": meta("attention.indexer.head_count"),
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": meta("attention.indexer.key_length"),
+        "indexer_budget": meta("attention.indexer.top_k"),
+        "indexer_compress_ratio": max(by_layer(meta, "attention.compress_ratios")),
+    }
+    layers = meta.get("ple.layers", [])
+    if len(layers) > 1:
+        raise UsageError(f"has n-gram tables in layers {layers}, expected one with the only hashes of its header")
+    if layers:
+        size, heads = meta("ple.ngram_size"), meta("ple.heads_per_ngram")
+        rows, width = meta.shapes["per_layer_token_embd.weight"]
+        config |= {
+            "ple_layer_ids": [layers[0] + 1],
+            "ngram_size": size,
+            "heads_per_ngram": heads,
+            "ple_conv_kernel_size": meta("ple.conv_kernel"),
+            "ple_embed_dim": width * heads * (size - 1),
+            "ngram_vocab_size_base": meta("ple.head_vocab_sizes")[0],
+            "make_ngram_vocab_size_divisible_by": rows,
+            "eos_token_id": meta("ple.eos_token_id"),
+        }
+    return config
+
+
 def routed(meta: Metadata) -> dict[str, Any]:
     """Config of DeepSeek-like families."""
     return {
@@ -141,6 +172,35 @@ def deepseek(meta: Metadata) -> dict[str, Any]:
     if meta.gating == SOFTMAX:
         config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
     return config
+
+
+def mistral4(meta: Metadata) -> dict[str, Any]:
+    config = deepseek(meta)
+    rope, head_dim = meta("rope.dimension_count"), config["qk_nope_head_dim"] + meta("rope.dimension_count")
+    scaling = {
+        "partial_rotary_factor": rope / head_dim,
+        "llama_4_scaling_beta": meta.get("attention.temperature_scale", 0.1),  # of the published model
+    }
+    return {**config, "head_dim": head_dim, "rope_parameters": {**config["rope_parameters"], **scaling}}
+
+
+def minimax_m3(meta: Metadata) -> dict[str, Any]:
+    sparse = meta.layers_with("indexer.q_proj.weight")
+    experts = meta("expert_feed_forward_length")
+    return {
+        "num_local_experts": meta.num_experts,
+        "intermediate_size": experts,
+        "dense_intermediate_size": meta("feed_forward_length"),
+        "shared_intermediate_size": experts * meta("expert_shared_count"),
+        "routed_scaling_factor": meta.get("expert_weights_scale", 1.0),
+        "mlp_layer_types": _sparse_layers(meta),
+        "layer_types": ["minimax_m3_sparse" if indexed else "full_attention" for indexed in sparse],
+        "index_n_heads": meta("attention.indexer.head_count"),
+        "index_head_dim": meta("attention.indexer.key_length"),
+        "index_topk_blocks": meta("attention.indexer.top_k"),
+        "index_block_size": meta("attention.indexer.block_size"),
+        "index_local_blocks": meta("attention.indexer.local_blocks"),
+    }
 
 
 def _indexer(meta: Metadata) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class GgufFile:
         content: identity of the model.
         index: its tensors, by ggml's names.
         tokenizer: kind of its tokenizer, and the name of the rule that splits text.
+        buffers: see `Architecture`.
     """
 
     config: dict[str, Any]
@@ -91,6 +92,7 @@ class GgufFile:
     tokenizer: tuple[Any, Any]
     index: TensorIndex
     weights: GgufWeights
+    buffers: Mapping[str, list[int]]
 
 
 def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
@@ -114,6 +116,7 @@ def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
         contradictions = meta.contradictions()
         config = {"model_type": architecture.family, **common_config(meta), **architecture.config(meta)}
         parts = _parts(header, meta, architecture)
+        buffers = architecture.buffers(meta)
         ends = end_tokens(header.metadata, header.end_ids)
     except UsageError as error:
         raise UsageError(f"{path} {error}") from None
@@ -124,13 +127,18 @@ def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
     kinds = {stored: tensor.kind for stored, tensor in header.tensors.items()}
     tensors = {stored: _tensor(tensor) for stored, tensor in header.tensors.items()}
     # `content` leaves further end tokens out: they change no weight, and revisions stay those of earlier versions.
+    if (first := meta.get("ple.eos_token_id")) is not None:  # n-grams begin anew at the first of them
+        ends = list(dict.fromkeys([first, *ends]))
+    text = config | {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    outer = {"model_type": architecture.within, "tie_word_embeddings": text["tie_word_embeddings"], "text_config": text}
     return GgufFile(
-        config=config | {"eos_token_id": ends[0] if len(ends) == 1 else ends or None},
+        config=outer if architecture.within else text,
         contradictions=contradictions,
         content=json.dumps([config, sorted(kinds.items())], sort_keys=True).encode(),
         tokenizer=(header.metadata.get("tokenizer.ggml.model"), header.metadata.get("tokenizer.ggml.pre")),
         index=TensorIndex(header.files, header.stamps, tensors),
         weights=GgufWeights(method="gguf", groups=(), parts=parts, kinds=kinds),
+        buffers=buffers,
     )
 
 
@@ -160,13 +168,14 @@ def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> di
     }
     found = {}
     for layer in range(meta.num_layers):
+        block = f"{architecture.decoder}.layers.{layer}"
         for target, leaves, undo in architecture.joined(meta):
             names = [f"blk.{layer}.{leaf}" for leaf in leaves]
             if left.keys() >= set(names):
                 shape = undo.shape(*(left.pop(name) for name in names))
                 tensors = dict(zip(leaves, names, strict=True))
-                found[f"model.layers.{layer}.{target}"] = GgufPart(tensors=tensors, shape=shape, undo=undo)
-        root = f"model.layers.{layer}.{architecture.experts}"
+                found[f"{block}.{target}"] = GgufPart(tensors=tensors, shape=shape, undo=undo)
+        root = f"{block}.{architecture.experts}"
         for end, suffix in ((".weight", ""), (".bias", "_bias")):
             for target, leaves in _EXPERTS[architecture.gated]:
                 names = [f"blk.{layer}.ffn_{leaf}_exps{end}" for leaf in leaves]
@@ -177,9 +186,9 @@ def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> di
                     shapes = [left.pop(name) for name in names]
                     tensors = dict(zip(leaves, names, strict=True))
                     found[f"{root}.{target}{suffix}"] = _expert_part(tensors, shapes, architecture)
-    changed = architecture.undo(meta)
+    changed, in_layer = architecture.undo(meta), architecture.in_layer(meta)
     for name, shape in left.items():
-        parameter = architecture.renamed(name)
+        parameter = in_layer.get(name) or architecture.renamed(name)
         if parameter is None:
             raise UsageError(
                 f"holds {name}, which moetool does not support in architecture {meta.architecture}; use the model "

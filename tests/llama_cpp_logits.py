@@ -1,0 +1,90 @@
+"""Logits of llama.cpp's own library for the files in tests/golden/gguf.
+
+`python -m tests.llama_cpp_logits DIRECTORY` writes tests/golden/llama_cpp_logits.npz; DIRECTORY holds libllama.so. It
+needs the modules of llama-cpp-python. Numbers are float32 there, so that no rounding of llama.cpp's moves a token to
+other experts.
+"""
+
+import ctypes
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GOLDEN = Path(__file__).parent / "golden"
+LOGITS = GOLDEN / "llama_cpp_logits.npz"
+TOKENS = (8, 56, 28, 30, 41, 11, 60, 33)
+FILES = (
+    *("cohere2moe", "deepseek2-sigmoid", "deepseek2-softmax", "glm4moe", "llama", "minimax-m3", "mistral4", "qwen3moe"),
+    "qwen4exp",
+)
+"""Files whose headers say what llama.cpp needs."""
+_GROUPED = ("deepseek2", "glm4moe", "mistral4")
+
+
+def in_float32(path: Path, to: Path) -> None:
+    """Copy a file in float32, with a tokenizer that llama.cpp takes.
+
+    The tiny configs of families without expert groups have them too, and llama.cpp would follow their headers.
+    """
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    architecture = str(reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(to, architecture)
+    for field in reader.fields.values():
+        kinds, name = field.types, field.name
+        stray = ".expert_group" in name and architecture not in _GROUPED
+        if not stray and not name.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(name, field.contents(), kinds[0], kinds[1] if len(kinds) > 1 else None)
+    writer.add_token_merges(["t0 t1"])
+    writer.add_token_types([1] * len(reader.fields["tokenizer.ggml.tokens"].contents()))
+    writer.add_tokenizer_pre("default")
+    for tensor in reader.tensors:
+        half = tensor.tensor_type == gguf.GGMLQuantizationType.F16
+        data = np.asarray(tensor.data)
+        writer.add_tensor(tensor.name, data.astype(np.float32) if half else data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def logits_of(library: Any, path: Path) -> np.ndarray:
+    """Logits [T, V] of `TOKENS` by llama.cpp in float32."""
+    of_model = library.llama_model_default_params()
+    of_model.n_gpu_layers = 0
+    model = library.llama_model_load_from_file(str(path).encode(), of_model)
+    options = library.llama_context_default_params()
+    options.n_ctx = options.n_batch = options.n_ubatch = 64
+    options.type_k = options.type_v = options.flash_attn_type = 0
+    context = library.llama_init_from_model(model, options)
+    batch = library.llama_batch_init(len(TOKENS), 0, 1)
+    batch.n_tokens = len(TOKENS)
+    for position, token in enumerate(TOKENS):
+        batch.token[position], batch.pos[position], batch.n_seq_id[position] = token, position, 1
+        batch.seq_id[position][0], batch.logits[position] = 0, 1
+    assert library.llama_decode(context, batch) == 0
+    width = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+    found = np.ctypeslib.as_array(library.llama_get_logits(context), shape=(len(TOKENS), width)).copy()
+    library.llama_free(context)
+    library.llama_model_free(model)
+    return found
+
+
+if __name__ == "__main__":
+    os.environ["LLAMA_CPP_LIB_PATH"] = sys.argv[1]
+    import llama_cpp.llama_cpp as library
+
+    silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *message: None)
+    library.llama_log_set(silent, None)
+    library.llama_backend_init()
+    made = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in FILES:
+            in_float32(GOLDEN / "gguf" / f"{name}.gguf", Path(folder) / f"{name}.gguf")
+            made[name] = logits_of(library, Path(folder) / f"{name}.gguf")
+    np.savez_compressed(LOGITS, **made)
