@@ -39,7 +39,9 @@ _DTYPE = ("dtype", "torch_dtype")
 _LAYER_TENSOR = re.compile(r"((?:[^.]+\.)*?)\d{1,6}\.")
 _EXPERT_TENSOR = re.compile(r"((?:[^.]+\.)*?layers\.)(\d{1,6})\.(?:.*\.)?experts\.(\d{1,6})\..+")
 _MOST = 1 << 16
-_INSTEAD = "correct it, or give --set moe_layers, num_experts and top_k instead of the model (trace import)"
+_INSTEAD = (
+    "correct it, or give --set num_hidden_layers, moe_layers, num_experts and top_k instead of the model (trace import)"
+)
 
 
 class ConfigModel:
