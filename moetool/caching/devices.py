@@ -225,11 +225,12 @@ def open_pool(
     capacity_bytes: Sequence[int] | None = None,
     layer_slots: Sequence[int] = (),
     split: MachineSplit | None = None,
+    short: bool = False,
 ) -> Pool:
     """Open the pool of these policies, one per device.
 
     Args:
-        layer_slots, split: as for `Residency`; a split has one device.
+        layer_slots, split, short: as for `Residency`; a split has one device.
 
     Raises:
         CapacityError: as `Residency`.
@@ -255,6 +256,7 @@ def open_pool(
             share=(device, count),
             layer_slots=layer_slots,
             split=split,
+            short=short,
         )
         for device, policy in enumerate(policies)
     ]

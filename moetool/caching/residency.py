@@ -121,6 +121,7 @@ class Residency:
             the whole event, since its predictions may need the whole route; its requests for other devices' experts are
             ignored. Hits and misses are this device's.
         split: lets the host compute some misses, unless the policy `computes_on_host` itself.
+        short: whether so few events follow that Python decides them before code is compiled (once on a machine).
 
     Attributes:
         compiles: whether events may be compiled; False: Python decides, as an oracle.
@@ -142,6 +143,7 @@ class Residency:
         share: tuple[int, int] = (0, 1),
         layer_slots: Sequence[int] = (),
         split: MachineSplit | None = None,
+        short: bool = False,
     ) -> None:
         if policy.num_slots < MIN_SLOTS:
             raise CapacityError(
@@ -180,7 +182,7 @@ class Residency:
         self.split = None if policy.computes_on_host else split
         plain = capacity_bytes is None and share == (0, 1)
         plain = plain and (split is None or (type(split) is MachineSplit and not admits_by_value(policy.options)))
-        self._may_compile = plain and self.compiles
+        self._may_compile = plain and self.compiles and not short
         self.compiled: CompiledEvents | None = None
         self._compile()
 

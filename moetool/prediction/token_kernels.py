@@ -128,8 +128,8 @@ def store(path_P, item, last, path_NP, uses_AB, soon_NA, before_N, after_N):  # 
         after_N[before_N[item]] = -1
     if after_N[item] >= 0:
         before_N[after_N[item]] = -1
-    path_NP[item] = path_P
-    for key in path_P:
+    for column, key in enumerate(path_P):  # one by one: numba compiles checks of two shapes for seconds
+        path_NP[item, column] = key
         if key >= 0:
             uses_AB[key, index] |= np.uint8(1 << bit)
     soon_NA[item] = 0
