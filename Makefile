@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test tests lint oldest newest freeze frozen cluster bench gpu fuzz audit soak clean
+.PHONY: demo test lint oldest newest freeze frozen cluster bench gpu fuzz audit soak clean
 
 # torch goes first and by its exact version, so that no other package's range picks another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -39,8 +39,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 # Two at a time, one thread each: two threads that fight over two cores are slower than one.
-test: lint tests
-tests: $(VENV)/.installed
+test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 oldest: RELEASE := ==5.21.0
