@@ -60,7 +60,9 @@ class CompiledEvents:
         split: "MachineSplit | None" = None,
     ) -> None:
         self._kernels = k = kernels()
-        k.compile_for(policy.compiled_memory)
+        # It is filled at the first event.
+        self._split_table = None if split is None else np.zeros(k.splits.TABLE_SIZE, np.int64)
+        k.compile_for(policy.compiled_memory, self._split_table)
         spec = policy.spec
         layers, self._stride = spec.num_layers, spec.num_experts
         num = layers * self._stride
@@ -100,7 +102,7 @@ class CompiledEvents:
                 **policy.compile_into(self._fields),
             }
         )
-        self._split, self._split_table = split, np.zeros(0, np.int64)
+        self._split = split
         self._routes = self._bytes = memoryview(b"")
         self._add_free([*free, *reversed(list(slot_of.values()))])  # so that each resident gets its own
         self.set_capacity(capacity, layer_slots)
@@ -168,7 +170,7 @@ class CompiledEvents:
             self._set_split(self._split)
         fields[k.TOKENS], fields[k.WIDTH], fields[k.STRIDE] = num, width, width
         fields[k.LAYER], fields[k.STOP] = event.layer, event.layer + 1
-        steps: int = k.run(self.table, self.memory)
+        steps: int = k.run(self.table, self.memory, self._split_table)
         return steps
 
     def forward(self, experts_TS: np.ndarray) -> np.ndarray:
@@ -185,7 +187,7 @@ class CompiledEvents:
         fields[k.TOKENS], fields[k.STRIDE] = experts_TS.shape
         fields[k.WIDTH] = fields[k.STRIDE]  # read if there is one layer
         fields[k.LAYER], fields[k.STOP] = 0, fields[k.LAYERS]
-        return self.step_S6[: k.run(self.table, self.memory)]
+        return self.step_S6[: k.run(self.table, self.memory, self._split_table)]
 
     def place(self, key: int, prefetched: bool) -> int:
         """Give an expert a free slot, outside of any event."""
@@ -215,18 +217,18 @@ class CompiledEvents:
         self._add_free(slots)
 
     def _set_split(self, split: "MachineSplit") -> None:
-        """Let the split take part if it is active; make its table at its first event."""
-        if not len(self._split_table):
-            self._split_table = self._make_split(split)
-        self._fields[self._kernels.SPLIT] = address(self._split_table) if split.active else 0
+        """Let the split take part if it is active; fill its table at its first event."""
+        assert self._split_table is not None
+        if not self._split_table.any():
+            self._fill_split(split, self._split_table)
+        self._fields[self._kernels.SPLIT] = split.active
 
-    def _make_split(self, split: "MachineSplit") -> np.ndarray:
+    def _fill_split(self, split: "MachineSplit", table: np.ndarray) -> None:
         k, num, costs = self._kernels.splits, len(self._slot_A), split.costs
         in_memory_2A = np.full((2, num + 1), -1, np.int32)
         in_memory_2A[:, num] = num
         cost_8 = [costs.load_s, costs.host_s, costs.device_s, costs.layer_s]
         cost_8 += [costs.start_s, costs.link_share, costs.host_share, costs.disk_s]
-        table = np.zeros(k.TABLE_SIZE, np.int64)
         for at, value in {
             k.BOTH: split.mode == "both",
             k.IN_MEMORY: -1 if split.host_experts is None else split.host_experts,
@@ -253,7 +255,6 @@ class CompiledEvents:
                 table[at] = address(value)
             else:
                 table[at] = value
-        return table
 
     def _add_free(self, slots: Sequence[int]) -> None:
         free = self._fields[self._kernels.FREE]

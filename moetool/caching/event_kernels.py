@@ -45,8 +45,7 @@ VALUE_A, NEAR_LL, VALUED_L, RESIDENT_A, ORDER_M, KEY_E, UNUSED_E, FLOAT_2, ROW_R
 """Foresight: the arrays of the policy, in their types; uint8 `VALUED_L`; float64 options
 waste and limit."""
 SPLIT, WORTH_E, STAMP = range(55, 58)
-"""Address of the table of the split of misses (`moetool.caching.split_kernels`; 0: all are loaded), and of
-float32 scratch."""
+"""Whether the split of misses is active (0: all are loaded), and the address of float32 scratch."""
 TABLE_SIZE = 58
 
 COMPUTE, LOAD, AHEAD, HOST = map(np.int64, range(4))
@@ -336,7 +335,7 @@ def _victim_among(table, memory, kept, claims):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _prefetch(table, memory, layer, locked, key_E, start, stop):  # type: ignore[no-untyped-def]
+def _prefetch(table, memory, split, layer, locked, key_E, start, stop):  # type: ignore[no-untyped-def]
     """Prefetch as many keys of the next layer as slots permit; return the place of the first one that waits."""
     stride = table[EXPERTS]
     _, slot_A, held_A = _keys(table)
@@ -372,8 +371,8 @@ def _prefetch(table, memory, layer, locked, key_E, start, stop):  # type: ignore
         slot = _place(table, memory, layer_of, key, True)
         _step(table, layer, AHEAD, key, slot, evicted)
         _count(table, PREFETCH_LOADS, _ONE)
-        if table[SPLIT]:
-            splits.note(_split_of(table), key, evicted)
+        if split is not None and table[SPLIT]:
+            splits.note(split, key, evicted)
     return at
 
 
@@ -391,12 +390,7 @@ def _expect(table, memory, layer):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _split_of(table):  # type: ignore[no-untyped-def]
-    return carray(pointer(table[SPLIT]), (splits.TABLE_SIZE,), np.int64)
-
-
-@_inlined
-def _host(table, memory, layer, queued, misses):  # type: ignore[no-untyped-def]
+def _host(table, memory, split, layer, queued, misses):  # type: ignore[no-untyped-def]
     """Let the split choose the misses of the host; take them out of the misses, and return their number."""
     stride = table[EXPERTS]
     queue_E, miss_E, token_E, host_E = carray(pointer(table[NEEDED_E]), (4, stride), np.int32)
@@ -413,7 +407,7 @@ def _host(table, memory, layer, queued, misses):  # type: ignore[no-untyped-def]
         for at in range(misses):
             worth_E[at] = value_A[miss_E[at]]
     single = table[TOKENS] == 1
-    hosted = splits.choose(_split_of(table), single, token_E, queue_E[:queued], miss_E[:misses], worth_E, host_E)
+    hosted = splits.choose(split, single, token_E, queue_E[:queued], miss_E[:misses], worth_E, host_E)
     left, at = 0, 0
     for number in range(misses):
         if at < hosted and miss_E[number] == host_E[at]:
@@ -428,7 +422,7 @@ def _host(table, memory, layer, queued, misses):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _admit(table, memory, layer, key):  # type: ignore[no-untyped-def]
+def _admit(table, memory, split, layer, key):  # type: ignore[no-untyped-def]
     """Give an expert that the host has computed a slot, unless it is worth less than the evicted one."""
     num, _, held_A = _keys(table)
     stride, evicted = table[EXPERTS], _NOBODY
@@ -456,17 +450,17 @@ def _admit(table, memory, layer, key):  # type: ignore[no-untyped-def]
     slot = _place(table, memory, layer, key, True)
     _step(table, layer, AHEAD, key, slot, evicted)
     _count(table, PREFETCH_LOADS, _ONE)
-    splits.note(_split_of(table), key, evicted)
+    splits.note(split, key, evicted)
 
 
 @_inlined
-def _admit_hosted(table, memory, layer, hosted):  # type: ignore[no-untyped-def]
+def _admit_hosted(table, memory, split, layer, hosted):  # type: ignore[no-untyped-def]
     """Admit experts that the host has computed, the most worthy first, while the link takes them."""
     stride = table[EXPERTS]
     host_E = carray(pointer(table[NEEDED_E]), (4, stride), np.int32)[3]
     worth_E = carray(pointer(table[WORTH_E]), (stride,), np.float32)
     for _ in range(hosted):
-        if not splits.admits(_split_of(table), table[ROOM] >= 1):
+        if not splits.admits(split, table[ROOM] >= 1):
             return
         best = -1
         for at in range(hosted):
@@ -474,7 +468,7 @@ def _admit_hosted(table, memory, layer, hosted):  # type: ignore[no-untyped-def]
                 best = at
         key = np.int64(host_E[best])
         host_E[best] = -1
-        _admit(table, memory, layer, key)
+        _admit(table, memory, split, layer, key)
 
 
 @_inlined
@@ -496,7 +490,7 @@ def _gate(table, memory, layer, routes, stride_of_row, width, num_needed):  # ty
 
 
 @_inlined
-def _run(table, memory, layer, address, row, width):  # type: ignore[no-untyped-def]
+def _run(table, memory, split, layer, address, row, width):  # type: ignore[no-untyped-def]
     """Append the program of an event to the steps; arguments as `ROUTES`, `STRIDE` and `WIDTH`."""
     stride, base = table[EXPERTS], layer * table[EXPERTS]
     num, slot_A, held_A = _keys(table)
@@ -537,8 +531,8 @@ def _run(table, memory, layer, address, row, width):  # type: ignore[no-untyped-
                 _use(table, num, np.int64(miss_E[at]))
     else:
         _gate(table, memory, layer, routes, row, width, queued + misses)
-    if table[SPLIT]:
-        hosted = _host(table, memory, layer, queued, misses)
+    if split is not None and table[SPLIT]:
+        hosted = _host(table, memory, split, layer, queued, misses)
         misses -= hosted
     _count(table, MISSED, misses)
 
@@ -575,13 +569,13 @@ def _run(table, memory, layer, address, row, width):  # type: ignore[no-untyped-
             if expected < 0:
                 expected = _expect(table, memory, layer)
             if asked < expected and loaded == misses:
-                asked = _prefetch(table, memory, layer, locked, key_E, asked, expected)
+                asked = _prefetch(table, memory, split, layer, locked, key_E, asked, expected)
     if expected < 0:  # the host computes every expert
         expected = _expect(table, memory, layer)
         if expected > 0:
-            _prefetch(table, memory, layer, locked, key_E, asked, expected)
-    if hosted:
-        _admit_hosted(table, memory, layer, hosted)
+            _prefetch(table, memory, split, layer, locked, key_E, asked, expected)
+    if split is not None and hosted:
+        _admit_hosted(table, memory, split, layer, hosted)
     if expected > 0 or hosted:
         held_A[base : base + 2 * stride] = 0
 
@@ -597,13 +591,14 @@ def _entries(stamp: int) -> tuple[Any, ...]:
         RuntimeError: there is no folder to keep the result in, and compiling takes longer than a small replay.
     """
 
-    def run(table, memory):  # type: ignore[no-untyped-def]
+    def run(table, memory, split):  # type: ignore[no-untyped-def]
         table[STAMP], table[STEPS] = stamp, 0
         first, stop = table[LAYER], table[STOP]
         column_L = carray(pointer(table[COLUMN_L]), (stop + 1,), np.int64)
         for layer in range(first, stop):
             width = table[WIDTH] if stop - first == 1 else column_L[layer + 1] - column_L[layer]
-            _run(table, memory, layer, table[ROUTES] + 4 * (column_L[layer] - column_L[first]), table[STRIDE], width)
+            routes = table[ROUTES] + 4 * (column_L[layer] - column_L[first])
+            _run(table, memory, split, layer, routes, table[STRIDE], width)
         return table[STEPS]
 
     def place(table, memory, key, prefetched):  # type: ignore[no-untyped-def]
@@ -621,12 +616,11 @@ def _entries(stamp: int) -> tuple[Any, ...]:
 
 _source = Path(tokens.__file__).read_bytes() + Path(splits.__file__).read_bytes()
 run, place, give_up = _entries(int.from_bytes(hashlib.blake2b(_source, digest_size=7).digest()))
-"""Each takes a table and foresight's memory (None: without). `run` runs the events of some layers and returns the
-number of their steps. Between events, `place` gives an expert a free slot and returns it, and `give_up` evicts an
-expert (-1: the policy's choice)."""
+"""Each takes a table and foresight's memory (None: without), `run` also the table of a split of misses (None: without,
+and its code is not compiled). `run` runs the events of some layers and returns the number of their steps. Between
+events, `place` gives an expert a free slot and returns it, and `give_up` evicts an expert (-1: the policy's choice)."""
 
 
-def compile_for(memory: np.ndarray | None) -> None:
+def compile_for(memory: np.ndarray | None, split: np.ndarray | None) -> None:
     """Compile `run` for a policy, so that no request waits for it."""
-    table = numba.typeof(np.zeros(1, np.int64))
-    run.compile((table, numba.typeof(memory)))
+    run.compile(tuple(numba.typeof(table) for table in (np.zeros(1, np.int64), memory, split)))
