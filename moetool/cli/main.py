@@ -236,6 +236,16 @@ def main() -> None:
         interrupt.ends_process()
 
 
+def _as_setting(error: Any) -> str:
+    """Advice on an unknown long option of a command that has --set; else empty."""
+    unknown = hasattr(error, "possibilities")  # an option without its value is an error with a name, too
+    if not unknown or error.ctx is None or not error.option_name.startswith("--"):
+        return ""
+    if not any("--set" in option.opts for option in error.ctx.command.params):
+        return ""
+    return f"; a setting is given as --set {error.option_name[2:].replace('-', '_')}=VALUE"
+
+
 def _run() -> None:
     try:
         code = app(prog_name="moetool", standalone_mode=False) or 0
@@ -245,9 +255,7 @@ def _run() -> None:
     except _WrongLine as error:
         said = error.format_message().rstrip(".")  # empty where the help was printed instead
         see = error.ctx.command_path if error.ctx is not None else "moetool"
-        unknown = getattr(error, "option_name", "").removeprefix("--").replace("-", "_")
-        if unknown and any("--set" in option.opts for option in error.ctx.command.params):
-            said += f"; a setting is given as --set {unknown}=VALUE"
+        said += _as_setting(error)
         _fail(f"{said[:1].lower()}{said[1:]} (see {see} --help)" if said else "", error.exit_code)
     except typer.Abort:
         _fail("stopped", 1)

@@ -77,6 +77,12 @@ def test_a_wrong_command_line_is_said_in_one_line(run: Run) -> None:
     see = "moetool trace split --help"
     _one_line(run("trace", "split", "trace", "--out", "s"), 2, "missing option '--by'", see)
     _one_line(run("trace", "split", "trace", "--parts", "3"), 2, "no such option: --parts", see)
+    _, _, err = run("trace", "split", "trace", "--parts", "3")
+    assert "--set" not in err  # the command has none
+    _one_line(run("replay", "--d-type", "x"), 2, "no such option: --d-type", "as --set d_type=VALUE", "replay --help")
+    for argument in ("-Z", "--trace"):  # a letter, and an option without its value
+        code, out, err = run("replay", argument)
+        assert (code, out, len(err.splitlines())) == (2, "", 1) and "=VALUE" not in err
     _one_line(run("train"), 2, "argument 'PREDICTOR'", "option '--out'", "moetool train --help")
     _one_line(run("plan", "placement", "--trace", "t"), 2, "'--cluster'", "'--planner'", "'--out'", "placement --help")
     _one_line(run("tarin"), 2, "no such command 'tarin'", "train", "moetool --help")
