@@ -34,6 +34,7 @@ class Options(HostCosts):
     REFUSED: ClassVar[dict[str, str]] = {
         "look": "it is called predict_from",
         "spare": "it is called evict_lower_only",
+        "split": "misses are split as in the paper's Algorithm 2",
     }
 
     alpha: float = 0.3
@@ -108,7 +109,7 @@ class Policy(policy.Policy):
     @classmethod
     def beside_gpu(cls, spec: ModelSpec, options: Mapping[str, Any], num_slots: int) -> Mapping[str, Any]:
         """Choose `resident` where the loads of a layer's misses take longer than the forward that they hide."""
-        if options.get("predict_from", "auto") != "auto":
+        if options.get("predict_from", "auto") != "auto" or not options.get("prefetch", True):
             return options
         missing = max(spec.top_k_L) * (1 - num_slots / spec.total_experts)
         idles = missing * spec.slot_bytes / _LINK_BYTES_S >= _PARTIAL_FORWARD_S

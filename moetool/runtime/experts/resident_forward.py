@@ -42,6 +42,8 @@ def can_run(loaded: LoadedModel) -> bool:
 
     Effects: binds the model's experts to ones that return their input.
     """
+    if own_cache(loaded.model.config.get_text_config()):
+        return False
     logits: list[torch.Tensor] = []
 
     def identity(layer: MoeLayer, hidden_TD: torch.Tensor, *routes: torch.Tensor) -> torch.Tensor:
@@ -60,7 +62,7 @@ def can_run(loaded: LoadedModel) -> bool:
         return False
     finally:
         tried.close()
-    return not own_cache(loaded.model.config.get_text_config())
+    return True
 
 
 class _AttendedForward(PartialForward):

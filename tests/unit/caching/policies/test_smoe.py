@@ -350,4 +350,5 @@ def test_beside_a_gpu_it_predicts_as_the_paper_where_loads_take_longer(model: st
     assert chosen in build_policy("smoe", spec, options, slots).columns
     for wish in ("ahead", "resident"):
         assert smoe.Policy.beside_gpu(spec, {"predict_from": wish}, slots) == {"predict_from": wish}
+    assert smoe.Policy.beside_gpu(spec, {"prefetch": False}, slots) == {"prefetch": False}
     assert "ahead" in build_policy("smoe", spec, {}, slots).columns  # on a CPU, and in a replay
