@@ -34,6 +34,8 @@ class Bucket:
 
     def take(self, num_bytes: int, by: float = float("inf")) -> None:
         """Wait until these bytes would have arrived. Raises: LinkError at time `by` if they would arrive later."""
+        if not num_bytes:  # nothing to queue behind other bytes
+            return
         with self._lock:
             now = self._clock()
             self._free_at = max(now, self._free_at) + num_bytes / self._bytes_s

@@ -558,6 +558,15 @@ def test_a_bucket_takes_as_long_as_the_link_would() -> None:
     assert clock.now == pytest.approx(151.5)
 
 
+def test_nothing_does_not_queue_in_a_bucket() -> None:
+    bucket = _bucket(clock := _Time(), 1000.0)
+    began = clock.now
+    with pytest.raises(LinkError):
+        bucket.take(1000, by=began)  # in the queue all the same
+    bucket.take(0)
+    assert clock.now == began
+
+
 def test_a_bucket_gives_up_at_the_deadline() -> None:
     clock = _Time()
     with pytest.raises(LinkError, match="the link did not take a message in time"):
