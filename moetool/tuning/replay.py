@@ -37,7 +37,8 @@ SERVED = "served"
 """Name for the policies of the server that wrote the log, each from its forward on."""
 POOL_UNITS = ("auto", "slots", "bytes")
 DEFAULT_MACHINE = TimelineOptions()
-_FEW_EVENTS = 10_000  # a pool's events that Python decides in a second; compiling takes half a minute, once
+FEW_EVENTS = 10_000
+"""Events of a pool that Python decides in a second. Compiling, once on a machine, takes up to half a minute."""
 
 
 def ignore_progress(what: str, done: int, total: int) -> None:
@@ -437,7 +438,7 @@ class _Run:
             capacity_bytes=capacity_bytes,
             layer_slots=() if policies[0].needs_future else _layer_slots(policies[0], setup),
             split=self._split,
-            short=source.num_tokens() * self._spec.num_layers <= _FEW_EVENTS,
+            short=source.num_tokens() * self._spec.num_layers <= FEW_EVENTS,
         )
         self._costs_of_misses = costs
         self._misses = "own" if policies[0].computes_on_host else setup.misses

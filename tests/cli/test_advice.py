@@ -348,7 +348,7 @@ _ADVICE = {
     "a placement that is not there": Advice(
         "plan export {}/p.json --format sglang --out {}/e.json",
         "moetool plan placement",
-        "plan placement --trace {}/t --cluster 2x1GB --out {}/p.json",
+        "plan placement --trace {}/t --cluster 2x1GB --planner uniform --out {}/p.json",
         _trace,
         "moetool.base.artefact Artefact.load",
     ),

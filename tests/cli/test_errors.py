@@ -109,8 +109,8 @@ def test_commands_are_listed_in_the_order_in_which_they_are_met(run: Run) -> Non
 
 
 def test_wrong_model_path(run: Run, tmp_path: Path) -> None:
-    _one_line(run("serve", tmp_path / "none"), 2, "no model at", "'reference'")
-    _one_line(run("serve", tmp_path), 2, "has no config.json")
+    _one_line(run("serve", "--port", 0, tmp_path / "none"), 2, "no model at", "'reference'")
+    _one_line(run("serve", "--port", 0, tmp_path), 2, "has no config.json")
     _one_line(
         run("capture", tmp_path / "none", "--data", "chat", "--max-prompts", 1, "--out", tmp_path / "t"),
         2,
@@ -119,7 +119,12 @@ def test_wrong_model_path(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_hub_name_that_cannot_be_had(run: Run) -> None:
-    _one_line(run("serve", "nobody/no-such-model"), 2, "cannot get 'nobody/no-such-model' from the hub", "reference")
+    _one_line(
+        run("serve", "--port", 0, "nobody/no-such-model"),
+        2,
+        "cannot get 'nobody/no-such-model' from the hub",
+        "reference",
+    )
 
 
 def test_unknown_dataset(run: Run, tmp_path: Path) -> None:
@@ -518,8 +523,8 @@ def test_recipes_are_written_as_the_command_line_is(run: Run, trace: Path, tmp_p
 
 
 def test_files_where_folders_are_expected_and_the_other_way_round(run: Run, trace: Path, tmp_path: Path) -> None:
-    _one_line(run("serve", "reference", "--plan", trace), 2, "is a directory, expected a plan's file")
-    _one_line(run("serve", "reference", "--plan", tmp_path / "p.json"), 2, "moetool plan cache --trace")
+    _one_line(run("serve", "--port", 0, "reference", "--plan", trace), 2, "is a directory, expected a plan's file")
+    _one_line(run("serve", "--port", 0, "reference", "--plan", tmp_path / "p.json"), 2, "moetool plan cache --trace")
     _one_line(run("plan", "export", trace, "--format", "sglang", "--out", tmp_path / "e.json"), 2, "is a directory")
     _one_line(run("profile", "reference", "--out", tmp_path), 2, "is a directory, expected the name of a file")
 

@@ -2,17 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.caching.compiled_events import CompiledEvents
 from moetool.caching.decision_digest import DecisionDigest
 from moetool.caching.machine_split import SplitCosts
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency, StepKind
 from moetool.costing.pricing import TimelineOptions
 from moetool.trace.reader import Trace
-from moetool.tuning.replay import ReplaySetup, decisions, replay, whole_bytes
+from moetool.tuning.replay import AS_RECORDED, ReplaySetup, decisions, replay, whole_bytes
 from tests.profiles import compute, flat, make_profile
 from tests.refusals import refused
 from tests.synthetic import MadeUpPredictor, make_spec, run_forwards, write_trace
@@ -48,6 +50,24 @@ def test_one_reading_for_all_decides_as_one_reading_each(trace: Trace) -> None:
     for row in together:
         (alone,) = replay(trace, [row.policy], [row.budget_bytes], ReplaySetup(predictor=MadeUpPredictor(trace.spec)))
         assert alone == row
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_few_events_are_decided_alike_and_without_compiled_code(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch, compiles: bool
+) -> None:
+    (expected,) = replay(trace, ["foresight"], [9000], AS_RECORDED)
+    pools = []
+
+    class Counted(CompiledEvents):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            pools.append(self)
+            super().__init__(*args, **settings)
+
+    monkeypatch.setattr("moetool.caching.residency.CompiledEvents", Counted)
+    monkeypatch.setattr("moetool.tuning.replay.FEW_EVENTS", 4 * 11 * 3 - compiles)
+    assert replay(trace, ["foresight"], [9000], AS_RECORDED) == [expected]
+    assert len(pools) == compiles
 
 
 def test_a_prediction_is_computed_once_for_all_runs(trace: Trace) -> None:
