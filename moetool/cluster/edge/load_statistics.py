@@ -15,6 +15,7 @@ _FOLDS = 4
 _TRACE = 1e-6
 _OLDER_MOVES, _STALE_MOVES = 0.8, 0.1
 _OVERRUN = 0.5, 4.0
+_FORGOTTEN = 0.9  # exponent: 20 decisions take 4 to 1.2
 _MOST = 1e18
 """Largest tokens, bytes or seconds in a state, so that sums and products stay finite."""
 
@@ -113,6 +114,10 @@ class Statistics:
     def overran(self, times: float) -> None:
         """Count a migration that took this many times its estimate: beside other load, trials are too short."""
         self._overrun = float(np.clip(self._overrun * times, *_OVERRUN))
+
+    def stayed(self) -> None:
+        """Count a decision without a migration: load that made the last one slow may be over, or none would follow."""
+        self._overrun **= _FORGOTTEN
 
     @property
     def round_s(self) -> float:

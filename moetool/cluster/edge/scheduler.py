@@ -299,7 +299,9 @@ class Scheduler:
         record.plan_s = time.monotonic() - began
         self.statistics.measure_again()
         self.history.decisions.append(record)
-        if decision is not None and decision.made:
+        if decision is None or not decision.made:
+            self.statistics.stayed()
+        else:
             record.outcome = "under way"
             servers_there = sorted(slots)
             self._steps = by_server(decision.moves, servers_there)

@@ -36,6 +36,16 @@ def test_old_tokens_count_half_after_a_half_life() -> None:
     assert for_ever.tokens_NLE[0, 0, 1] == 9.0
 
 
+def test_decisions_without_a_migration_forget_that_one_overran() -> None:
+    statistics = Statistics(SPEC, 2, half_life_s=10.0)
+    statistics.migrated(2, 0.4)
+    statistics.overran(9.0)
+    assert statistics.round_s == pytest.approx(0.8)  # four times, at most
+    for _ in range(20):
+        statistics.stayed()
+    assert 0.2 < statistics.round_s < 0.24
+
+
 def test_tokens_a_second_are_right_whatever_is_forgotten() -> None:
     for half_life_s in (0.0, 30.0):
         statistics = Statistics(SPEC, 1, half_life_s=half_life_s)
