@@ -26,7 +26,7 @@ def baseline(reference: Path, tokenizer: Any) -> Answered:
 @pytest.mark.parametrize(
     ("policy", "slots"),
     [
-        *((policy, slots) for policy in ("on_demand", "lru", "lfu", "duoserve") for slots in (2, 64)),
+        *((policy, slots) for policy in ("on_demand", "lru", "lfu", "duoserve") for slots in (2, 5, 64)),
         *(("lfru", 3), ("lfru", 40)),
         *(("layerwise", 32), ("layerwise", 80), ("moesys", 64)),
         *(("mixtral_offloading", 2), ("mixtral_offloading", 64), ("promoe", 2), ("promoe", 64)),

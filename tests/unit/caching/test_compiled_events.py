@@ -119,7 +119,7 @@ def test_every_decision_is_that_of_python(name: str, seed: int, monkeypatch: pyt
     assert made == decisions(name, seed, monkeypatch, compiled=False)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("name", ["lru", "lfu", "lfru", "foresight"])
 def test_every_split_of_misses_is_that_of_python(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = decisions(name, seed, monkeypatch, compiled=True, splits=True)

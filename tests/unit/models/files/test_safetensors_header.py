@@ -114,7 +114,7 @@ def _compare(file: Path) -> None:
         assert theirs == {name: (entry.dtype, entry.shape) for name, entry in ours.items()}
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damaged=_damaged())
 @example(damaged=(b'{"t":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', 8))
 @example(damaged=(b'{"t":{"dtype":"F4","shape":[3],"data_offsets":[0,1]}}', 1))
