@@ -18,8 +18,8 @@ GOLDEN = Path(__file__).parent / "golden"
 LOGITS = GOLDEN / "llama_cpp_logits.npz"
 TOKENS = (8, 56, 28, 30, 41, 11, 60, 33)
 FILES = (
-    *("cohere2moe", "deepseek2-sigmoid", "deepseek2-softmax", "glm4moe", "llama", "minimax-m3", "mistral4", "qwen3moe"),
-    "qwen4exp",
+    *("afmoe", "cohere2moe", "deepseek2-sigmoid", "deepseek2-softmax", "glm4moe", "llama", "minimax-m3", "mistral4"),
+    *("qwen3moe", "qwen4exp"),
 )
 """Files whose headers say what llama.cpp needs."""
 _GROUPED = ("deepseek2", "glm4moe", "mistral4")
@@ -28,7 +28,8 @@ _GROUPED = ("deepseek2", "glm4moe", "mistral4")
 def in_float32(path: Path, to: Path) -> None:
     """Copy a file in float32, with a tokenizer that llama.cpp takes.
 
-    The tiny configs of families without expert groups have them too, and llama.cpp would follow their headers.
+    The tiny configs of families without expert groups have them too, and llama.cpp would follow their headers. That of
+    afmoe does not say that scores are normalized, as released ones do.
     """
     import gguf
 
@@ -40,6 +41,8 @@ def in_float32(path: Path, to: Path) -> None:
         stray = ".expert_group" in name and architecture not in _GROUPED
         if not stray and not name.startswith(("GGUF.", "general.architecture")):
             writer.add_key_value(name, field.contents(), kinds[0], kinds[1] if len(kinds) > 1 else None)
+    if architecture == "afmoe":
+        writer.add_expert_weights_norm(True)
     writer.add_token_merges(["t0 t1"])
     writer.add_token_types([1] * len(reader.fields["tokenizer.ggml.tokens"].contents()))
     writer.add_tokenizer_pre("default")
