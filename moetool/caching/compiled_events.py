@@ -62,6 +62,7 @@ class CompiledEvents:
         self._kernels = k = kernels()
         # It is filled at the first event.
         self._split_table = None if split is None else np.zeros(k.splits.TABLE_SIZE, np.int64)
+        self._split_filled = False
         k.compile_for(policy.compiled_memory, self._split_table)
         spec = policy.spec
         layers, self._stride = spec.num_layers, spec.num_experts
@@ -218,9 +219,10 @@ class CompiledEvents:
 
     def _set_split(self, split: "MachineSplit") -> None:
         """Let the split take part if it is active; fill its table at its first event."""
-        assert self._split_table is not None
-        if not self._split_table.any():
+        if not self._split_filled:
+            assert self._split_table is not None
             self._fill_split(split, self._split_table)
+            self._split_filled = True
         self._fields[self._kernels.SPLIT] = split.active
 
     def _fill_split(self, split: "MachineSplit", table: np.ndarray) -> None:
