@@ -7,7 +7,7 @@ recognized by class name.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,8 +51,7 @@ class Part:
         return (len(self.parameters) * self.share[0], *self.share[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """Computation of one expert: its weights, input rows and output rows."""
 
     weights: tuple[Weight, ...]
@@ -131,7 +130,7 @@ class ExpertForm:
         return outputs if self.finish is None else [self.finish(output) for output in outputs]
 
     def max_rows(self, weights: tuple[Weight, ...], dtype: torch.dtype) -> int:
-        """Most rows, of this type, of an expert with this weight layout in `compute_rows`; 0 if it is unsupported."""
+        """Most rows, of this type, that share the calls of `compute_rows`; 0 if it does not support this layout."""
         width = self.parts[0].shape[0 if not self.up_transposed else 1]
         if self.has_bias or self.finish is not None or width % _WHOLE_VECTORS:
             return 0
@@ -141,22 +140,35 @@ class ExpertForm:
         )
 
     def compute_rows(self, x_TD: torch.Tensor, shares: Sequence[Share], num_rows: int) -> torch.Tensor:
-        """Return the outputs [num_rows, D] of several experts of at most `max_rows` rows each, in two calls.
+        """Return the outputs [num_rows, D] of several experts: two calls for all of at most `max_rows` rows.
 
-        Each row is bit-identical to `compute_each`'s. The targets of all shares cover all rows.
+        Each row is bit-identical to `compute_each`'s. The targets of all shares cover all rows; those of a share of
+        more than `max_rows` rows are a range.
         """
-        ups = [
-            RowsOf(out_in(each.weights[0], self.up_transposed), each.sources, each.targets)  # type: ignore[arg-type]
-            for each in shares
-        ]
-        firsts = matmul.scattered_products(x_TD, ups, num_rows)
+        firsts = self._scattered(x_TD, shares, 0, num_rows)
         parts = [self.gate(part) for part in firsts.split(max(1, _ONE_THREAD // firsts.shape[1]))]
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
-        downs = [
-            RowsOf(out_in(each.weights[1], self.down_transposed), each.targets, each.targets)  # type: ignore[arg-type]
-            for each in shares
-        ]
-        return matmul.scattered_products(hidden, downs, num_rows)
+        return self._scattered(hidden, [share._replace(sources=share.targets) for share in shares], 1, num_rows)
+
+    def _scattered(self, x_TI: torch.Tensor, shares: Sequence[Share], part: int, num_rows: int) -> torch.Tensor:
+        """Multiply rows by each share's `part`, [num_rows, O]."""
+        transposed = self.down_transposed if part else self.up_transposed
+        most = matmul.max_rows(out_in(shares[0].weights[part], transposed), x_TI.dtype, self.num_experts)
+        many = [share for share in shares if len(share.targets) > most]
+        few = shares if not many else [share for share in shares if len(share.targets) <= most]
+        jobs = [RowsOf(out_in(weights[part], transposed), *rows) for weights, *rows in few]  # type: ignore[arg-type]
+        if not many:
+            return matmul.scattered_products(x_TI, jobs, num_rows)
+        width = self.parts[part].shape[1 if transposed else 0]
+        output = matmul.scattered_products(x_TI, jobs, num_rows) if jobs else x_TI.new_empty(num_rows, width)
+        if all(isinstance(share.sources, range) for share in many):
+            inputs: Sequence[torch.Tensor] = [x_TI[share.sources[0] : share.sources[-1] + 1] for share in many]
+        else:
+            sources = torch.tensor([row for share in many for row in share.sources])
+            inputs = x_TI[sources].split_with_sizes([len(share.sources) for share in many])
+        for share, rows in zip(many, inputs, strict=True):
+            output[share.targets[0] : share.targets[-1] + 1] = _product(rows, share.weights[part], transposed)
+        return output
 
     def _linear(
         self,

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -94,7 +93,7 @@ class ExpertRuntime:
         remote: computes the experts with other machines; None: all are computed here.
 
     Attributes:
-        max_rows_L: most rows of an expert of each layer for which one call computes all experts on a CPU; 0: never.
+        max_rows_L: most rows of an expert of each layer that shares calls with others on a CPU; 0: none does.
         counts: how often each expert was needed, resident then, and loaded.
         window: the last events.
         recorded: graphs of `compute_by_table` usable in this forward, by layer.
@@ -252,7 +251,7 @@ class ExpertRuntime:
                     return wave.output
                 products = wave.products()
             elif places_of := self._few_rows(layer, event):
-                machine = RowMachine(self._pool, layer, places_of, hidden_TD)
+                machine = RowMachine(self._pool, layer, places_of, hidden_TD, self.max_rows_L[layer.index])
                 run(self._program(layer, event), machine)
                 products = machine.products()
             else:
@@ -413,14 +412,11 @@ class ExpertRuntime:
         machine.finish()
 
     def _few_rows(self, layer: MoeLayer, event: GateEvent) -> dict[int, list[int]] | None:
-        """Return the positions of each expert for a `RowMachine`; None if one has too many rows or no weights."""
-        max_rows = self.max_rows_L[layer.index]
-        if not max_rows or len(event.experts_TK) * len(event.experts_TK[0]) > ROWS_TOGETHER:
+        """Return the positions of each expert for a `RowMachine`; None if there are too many or one has no weights."""
+        if not self.max_rows_L[layer.index] or len(event.experts_TK) * len(event.experts_TK[0]) > ROWS_TOGETHER:
             return None
         places_of = _places_of(event)
-        if max(places_of) >= layer.form.num_experts or max(map(len, places_of.values())) > max_rows:
-            return None
-        return places_of
+        return None if max(places_of) >= layer.form.num_experts else places_of
 
     def _products(self, layer: MoeLayer, event: GateEvent, x: torch.Tensor, each: int) -> torch.Tensor:
         """Return the unweighted outputs [T * K, D] of each token's experts; choice r is of row r // `each` of `x`."""
@@ -457,8 +453,10 @@ class ExpertRuntime:
 
 
 def _places_of(event: GateEvent) -> dict[int, list[int]]:
-    """Positions of each expert among an event's choices."""
+    """Positions of each expert among an event's choices, in the order of `ChoiceRows`."""
     places_of: dict[int, list[int]] = {}
-    for place, expert in enumerate(chain.from_iterable(event.experts_TK)):
-        places_of.setdefault(expert, []).append(place)
+    top_k = len(event.experts_TK[0])
+    for rank, experts_T in enumerate(zip(*event.experts_TK, strict=True)):
+        for token, expert in enumerate(experts_T):
+            places_of.setdefault(expert, []).append(token * top_k + rank)
     return places_of

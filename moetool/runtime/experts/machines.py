@@ -152,26 +152,29 @@ class ExpertMachine(StoreMachine):
 
 
 class RowMachine(StoreMachine):
-    """All experts that are there in two calls, for experts of few rows on a CPU (`ExpertForm.compute_rows`).
+    """All experts of few rows that are there in two calls, on a CPU (`ExpertForm.compute_rows`).
 
     Args:
         rows_of: positions in [T * K] of each needed expert.
         hidden_TD: input of all.
+        few: most rows of an expert that shares calls.
     """
 
     def __init__(
-        self, pool: ExpertPool, layer: MoeLayer, rows_of: dict[int, list[int]], hidden_TD: torch.Tensor
+        self, pool: ExpertPool, layer: MoeLayer, rows_of: dict[int, list[int]], hidden_TD: torch.Tensor, few: int
     ) -> None:
         super().__init__(pool, layer, rows_of)
+        self._all_few = max(map(len, rows_of.values())) <= few
         self._positions_of, self._hidden_TD = rows_of, hidden_TD
         self._num_rows = sum(map(len, rows_of.values()))
         self._top_k = self._num_rows // len(hidden_TD)
         self._outputs: list[tuple[list[int], torch.Tensor]] = []
+        self._in_place = False  # whether all rows were computed in their positions
 
     def products(self) -> torch.Tensor:
         """Return the unweighted outputs [T * K, D]."""
         self.finish()
-        if len(self._outputs) == 1:
+        if self._in_place and len(self._outputs) == 1:
             return self._outputs[0][1]
         first = self._outputs[0][1]
         products = first.new_empty(self._num_rows, first.shape[1])
@@ -183,13 +186,14 @@ class RowMachine(StoreMachine):
         store, top_k = self._store, self._top_k
         shares: list[Share] = []
         places: list[int] = []
-        whole = len(group) == len(self._positions_of)
+        whole = self._all_few and len(group) == len(self._positions_of)
         for step in group:
             its = self._positions_of[step.key - self._first_key]
             targets = its if whole else range(len(places), len(places) + len(its))
             shares.append(Share(store.ready(step.key, step.slot), [place // top_k for place in its], targets))
             places += its
         self._outputs.append((places, self._form.compute_rows(self._hidden_TD, shares, len(places))))
+        self._in_place = whole
         store.computed([step.slot for step in group])
 
     def _input(self, expert: int) -> torch.Tensor:

@@ -116,11 +116,16 @@ def paged_attention(
     if kv_batch.decode is not None:
         return _decode(query, views, kv_batch.decode.within(sliding_window), scaling, s_aux), None
     spans = kv_batch.spans(sliding_window, supports(query, views[0]))
-    output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
-    if spans.singles:
-        attend_one_query(query[0], views, kv_batch.key_rows, spans.singles, scaling, output[0], s_aux)
     if spans.rows is not None:
         key, value = (view.index_select(0, spans.rows).transpose(0, 1)[None] for view in views)
+    if not spans.singles:  # views of all sequences at once cost less than slices of each
+        num_queries = [end - begin for begin, end, _, _ in spans.others]
+        num_keys = [last - first for _, _, first, last in spans.others]
+        parts = zip(query.split(num_queries, 2), key.split(num_keys, 2), value.split(num_keys, 2), strict=True)
+        outputs = [attend(*part, scaling, sliding_window, s_aux).transpose(1, 2) for part in parts]
+        return torch.cat(outputs, dim=1), None
+    output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+    attend_one_query(query[0], views, kv_batch.key_rows, spans.singles, scaling, output[0], s_aux)
     for begin, end, first, last in spans.others:
         keys = slice(first, last)
         one = attend(query[:, :, begin:end], key[:, :, keys], value[:, :, keys], scaling, sliding_window, s_aux)
