@@ -22,11 +22,11 @@ from moetool.bench.serving_runs import phase_row, run_engine
 from moetool.bench.serving_setup import BenchModel, ServingBenchOptions, ServingSetup, open_setup
 from moetool.caching.policy import MIN_SLOTS, build_policy, policy_class
 from moetool.models.loading import load_full, parse_device
-from moetool.runtime.experts.copies import is_staged, open_copies, stride_of
+from moetool.runtime.experts.copies import copy_seconds, is_staged, stride_of
 from moetool.runtime.experts.resident_forward import options_beside_gpu
 
 POLICIES = ("on_demand", "lru", "foresight", "duoserve", "finemoe", "smoe")
-_COPY_BYTES, _COPIES = 2**27, 8
+_COPY_BYTES = 2**27
 _OF_ROUTES = frozenset({"experts", "weights"})
 _SPLIT = ", split"
 
@@ -88,7 +88,7 @@ def bench_gpu(
     looking = ["lru", *looking] if looking else []
     with recorded("gpu", options, file) as made:
         device_name = torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"
-        made.facts = {"device": device_name, "host_bytes_s": host_bandwidth(where)}
+        made.facts = {"device": device_name, "host_bytes_s": _COPY_BYTES / copy_seconds(where, _COPY_BYTES)}
         for shape in shapes:
             name = Path(shape).name
             middle = sorted(options.shares)[len(options.shares) // 2 : len(options.shares) // 2 + 1]
@@ -112,21 +112,6 @@ def bench_gpu(
                     told = cell.get("why") or f"{1e3 * cell['decode_s']:.2f} ms/token"
                     narrate(f"moetool: {name} {policy}{' (own)' * routers} {percent(share)}: {told}")
     return made
-
-
-def host_bandwidth(device: torch.device) -> float:
-    """Bytes per second of copies from host memory (pinned for a GPU) to the device; best of several."""
-    copies = open_copies(device)
-    try:
-        source, target = copies.host_memory(_COPY_BYTES), copies.device_memory(_COPY_BYTES)
-        best = float("inf")
-        for _ in range(_COPIES):
-            began = time.perf_counter()
-            copies.finish(copies.copy(source, target, None))
-            best = min(best, time.perf_counter() - began)
-        return _COPY_BYTES / best
-    finally:
-        copies.close()
 
 
 def tables(made: BenchResult) -> Iterator[Any]:

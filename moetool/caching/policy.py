@@ -43,6 +43,25 @@ def admits_by_value(options: Any) -> bool:
     return isinstance(options, AdmissionOptions) and options.admit == "value"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialCosts:
+    """Seconds on which the choice of a partial forward depends, measured on a device.
+
+    Attributes:
+        load_s: one expert from host memory.
+        layer_s: a layer's partial forward of one token, its resident experts not included.
+
+    Raises:
+        UsageError: one is not above 0.
+    """
+
+    load_s: float
+    layer_s: float
+
+    def __post_init__(self) -> None:
+        config.require_within(self, "costs of partial forwards: ", load_s=config.POSITIVE, layer_s=config.POSITIVE)
+
+
 class Policy:
     """A cache policy; the defaults load on demand and prefetch nothing.
 
@@ -112,8 +131,14 @@ class Policy:
         return num_slots
 
     @classmethod
-    def beside_gpu(cls, spec: ModelSpec, options: Mapping[str, Any], num_slots: int) -> Mapping[str, Any]:
-        """Return the options for a server on one GPU whose model can run partial forwards (default: the same)."""
+    def beside_gpu(
+        cls, spec: ModelSpec, options: Mapping[str, Any], num_slots: int, costs: Callable[[], PartialCosts | None]
+    ) -> Mapping[str, Any]:
+        """Return the options for a server on one GPU (default: the same).
+
+        Args:
+            costs: returns what the choice depends on, measured there; None if its model cannot run partial forwards.
+        """
         return options
 
     @classmethod

@@ -12,20 +12,21 @@ import torch
 from moetool.base.errors import UsageError
 from moetool.base.types import GateEvent
 from moetool.caching.devices import open_pool
-from moetool.caching.policies import smoe
+from moetool.caching.policies import lru, smoe
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
 from moetool.runtime.experts.device_stores import open_stores
 from moetool.runtime.experts.forward import ExpertRuntime
-from moetool.runtime.experts.resident_forward import can_run, options_beside_gpu
+from moetool.runtime.experts.resident_forward import options_beside_gpu, partial_costs
 from moetool.runtime.request import SamplingParams
 from moetool.training.predictor import build
 from moetool.tuning.replay import ReplaySetup
 from tests import families
 from tests.engines import engine, generate, require_replayed
 from tests.refusals import refused
+from tests.streams import SlowLink
 
 LENGTHS = (7, 12, 5, 9)
 
@@ -132,11 +133,28 @@ def test_where_it_cannot_run_it_is_refused_by_name(model: Path, tmp_path: Path) 
     told = build("resident_forward", loaded.spec).eval()
     with refused(UsageError, "needed before"):
         engine(model, None, "promoe", 8, predictor=told)
-    assert can_run(loaded) and options_beside_gpu(smoe.Policy, {}, loaded, 6) == {}  # on a CPU
+    assert options_beside_gpu(smoe.Policy, {}, loaded, 6) == {}  # on a CPU
     families.save("granitemoe", tmp_path / "other", residual_multiplier=0.25)
     other = load_lazy(Checkpoint.open(tmp_path / "other"), torch.float32)
-    assert not can_run(other)
+    assert partial_costs(other) is None
     other.close()
     with refused(UsageError, "granitemoe", "layer 1"):
         engine(tmp_path / "other", None, "smoe", 8, options={"predict_from": "resident"})
+    loaded.close()
+
+
+@pytest.mark.parametrize(("bytes_s", "chosen"), [(1e5, "resident"), (1e12, "ahead")])
+def test_beside_a_device_measured_costs_choose(
+    bytes_s: float, chosen: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in behind a link on which an expert takes 0.1 s, or next to nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    link = type("Link", (SlowLink,), {"bytes_s": bytes_s})
+    monkeypatch.setattr("moetool.runtime.experts.copies.CpuCopies", link)
+    loaded = load_lazy(Checkpoint.open(model), torch.float32)
+    measured = partial_costs(loaded)
+    assert measured is not None and measured == partial_costs(loaded)  # kept
+    assert loaded.files is not None and measured.load_s > 0.9 * loaded.files.stored_bytes / bytes_s
+    assert options_beside_gpu(smoe.Policy, {}, loaded, 6) == {"predict_from": chosen}
+    assert options_beside_gpu(lru.Policy, {}, loaded, 6) == {}
     loaded.close()

@@ -11,9 +11,6 @@ from moetool.base.types import GateEvent, ModelSpec, Phase
 from moetool.caching import policy
 from moetool.caching.host_split import HostCosts, tokens_of, two_pointers
 
-_LINK_BYTES_S = 25e9  # PCIe 4.0 from pinned memory
-_PARTIAL_FORWARD_S = 4.4e-3  # of a layer on an H100: 56 ms a token less 21, 8 layers (guide of speed)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(HostCosts):
@@ -107,12 +104,20 @@ class Policy(policy.Policy):
         return super().columns | {self._column} if self.options.prefetch else super().columns
 
     @classmethod
-    def beside_gpu(cls, spec: ModelSpec, options: Mapping[str, Any], num_slots: int) -> Mapping[str, Any]:
+    def beside_gpu(
+        cls,
+        spec: ModelSpec,
+        options: Mapping[str, Any],
+        num_slots: int,
+        costs: Callable[[], policy.PartialCosts | None],
+    ) -> Mapping[str, Any]:
         """Choose `resident` where the loads of a layer's misses take longer than the forward that they hide."""
         if options.get("predict_from", "auto") != "auto" or not options.get("prefetch", True):
             return options
+        if (measured := costs()) is None:
+            return options
         missing = max(spec.top_k_L) * (1 - num_slots / spec.total_experts)
-        idles = missing * spec.slot_bytes / _LINK_BYTES_S >= _PARTIAL_FORWARD_S
+        idles = missing * measured.load_s >= measured.layer_s
         return {**options, "predict_from": "resident" if idles else "ahead"}
 
     def route(self, event: GateEvent, resident: Callable[[int], bool]) -> Sequence[Sequence[int]] | None:

@@ -8,6 +8,7 @@ thread: everything else orders the device's queues, so that the model's thread r
 import contextlib
 import mmap
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
 
 ALIGNMENT = 256
 """Alignment of every expert in memory: the choice of kernel, and so the summation order, depends on it."""
+_COPIES = 8
 
 
 class Copies(Protocol):
@@ -76,6 +78,21 @@ def open_copies(device: torch.device) -> Copies:
 def is_staged(device: torch.device) -> bool:
     """Whether a device's slots can only be filled from host memory (`Copies.staged`)."""
     return CudaCopies.staged if device.type == "cuda" else CpuCopies.staged
+
+
+def copy_seconds(device: torch.device, num_bytes: int) -> float:
+    """Return the seconds of a copy from host memory (pinned for a GPU) to the device: the fastest of several."""
+    copies = open_copies(device)
+    try:
+        source, target = copies.host_memory(num_bytes), copies.device_memory(num_bytes)
+        best = float("inf")
+        for _ in range(_COPIES):
+            began = time.perf_counter()
+            copies.finish(copies.copy(source, target, None))
+            best = min(best, time.perf_counter() - began)
+        return best
+    finally:
+        copies.close()
 
 
 class CpuCopies:

@@ -1,8 +1,10 @@
 """A server's partial forward: the next router's logits after resident experts, while misses load."""
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,56 +15,87 @@ from moetool.base.errors import UsageError
 from moetool.base.families import own_cache
 from moetool.base.types import GateEvent
 from moetool.caching.devices import Pool
-from moetool.caching.policy import Policy
+from moetool.caching.policy import PartialCosts, Policy
 from moetool.caching.residency import Step
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.loading import LoadedModel
 from moetool.models.router_hooks import is_unrecorded, to_float16
 from moetool.runtime.experts.binding import bind_experts
+from moetool.runtime.experts.copies import copy_seconds, is_staged
 from moetool.runtime.experts.grouping import weighted_sum
 from moetool.runtime.experts.machines import ExpertPool
 from moetool.runtime.experts.partial_forward import PartialForward
 from moetool.runtime.experts.pooled_experts import PooledExperts
+from moetool.runtime.kept_costs import kept_costs
+from moetool.runtime.kv.paged_attention import plain_arguments
 from moetool.trace.events import next_scores
+
+_ROUNDS = 5
 
 
 def options_beside_gpu(
     kind: type[Policy], options: Mapping[str, Any], loaded: LoadedModel, slots: int
 ) -> Mapping[str, Any]:
-    """Return a policy's options, as `Policy.beside_gpu` if this model is on a GPU and can run partial forwards.
+    """Return a policy's options, as `Policy.beside_gpu` if this model is on a GPU.
 
-    Effects: may bind the model's experts; call it before a runtime does.
+    Effects: may bind the model's experts, and keep measured costs (`kept_costs`); call it before a runtime binds them.
     """
-    chosen = kind.beside_gpu(loaded.spec, options, slots) if loaded.device.type == "cuda" else options
-    return chosen if chosen == options or can_run(loaded) else options
+    if not is_staged(loaded.device):
+        return options
+    return kind.beside_gpu(loaded.spec, options, slots, partial(partial_costs, loaded))
 
 
-def can_run(loaded: LoadedModel) -> bool:
-    """Whether a server on one device can run partial forwards of this model: tries one over a few tokens.
+def partial_costs(loaded: LoadedModel) -> PartialCosts | None:
+    """Return the costs of partial forwards of this model, kept or measured; None if it cannot run them.
 
-    Effects: binds the model's experts to ones that return their input.
+    Effects: see `options_beside_gpu`.
+    """
+    try:
+        return kept_costs(loaded, PartialCosts, {}, partial(_measured, loaded))
+    except UsageError:
+        return None
+
+
+def _measured(loaded: LoadedModel) -> PartialCosts:
+    """Try partial forwards of a few tokens, and time those of one token.
+
+    Raises:
+        UsageError: this model cannot run them.
     """
     if own_cache(loaded.model.config.get_text_config()):
-        return False
+        raise UsageError("each request of this family runs its own forward")
+    tried = _AttendedForward(loaded)
     logits: list[torch.Tensor] = []
+    seconds: list[float] = []
 
     def identity(layer: MoeLayer, hidden_TD: torch.Tensor, *routes: torch.Tensor) -> torch.Tensor:
         if not is_unrecorded() and len(logits) < len(loaded.layers) - 1:
+            began = _finished_at(loaded.device)
             logits.append(tried.after_attention(len(logits)))
+            seconds.append(_finished_at(loaded.device) - began)
         return hidden_TD
 
-    try:
-        tried = _AttendedForward(loaded)
-    except UsageError:
-        return False
     bind_experts(loaded, SimpleNamespace(forward=identity))
     try:
         tried.require_equal(loaded.model, logits)
-    except UsageError:
-        return False
+        fastest = float("inf")
+        for _ in range(_ROUNDS):
+            logits.clear()
+            seconds.clear()
+            with torch.inference_mode():
+                token = torch.zeros(1, 1, dtype=torch.int64, device=loaded.device)
+                loaded.model(input_ids=token, use_cache=False, **plain_arguments(loaded.model))
+            fastest = min(fastest, sum(seconds) / len(seconds))  # other processes only add
     finally:
         tried.close()
-    return True
+    assert loaded.files is not None
+    return PartialCosts(load_s=copy_seconds(loaded.device, loaded.files.stored_bytes), layer_s=fastest)
+
+
+def _finished_at(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 class _AttendedForward(PartialForward):
