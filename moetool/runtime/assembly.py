@@ -152,12 +152,6 @@ def build_engine(
         _LOG.info("policy %s of %s: %s", name, checkpoint.name, facts)
         hosts = splits or built.computes_on_host
         shares_memory = device.type == "cpu" and options.devices == 1 and not hosts
-        batcher = _batcher(
-            loaded,
-            options,
-            first_kv_tokens=budget.first_kv_tokens if shares_memory else 0,
-            resident=budget.kept_slots >= loaded.spec.total_experts,
-        )
         split = MachineSplit(loaded.spec) if splits else None
         residency = open_pool(policies, layer_slots=layer_slots, split=split)
         single = residency.residencies[0]
@@ -169,6 +163,12 @@ def build_engine(
             in_memory = held >= loaded.spec.total_experts
             split.begin(split_costs(loaded, single, store), None if in_memory else held)
             facts["host_compute"] = split.to_json()
+        batcher = _batcher(
+            loaded,
+            options,
+            first_kv_tokens=budget.first_kv_tokens if shares_memory else 0,
+            resident=budget.kept_slots >= loaded.spec.total_experts,
+        )
         save: Callable[[], None] | None = None if state is None else partial(save_state, state, name, learned)
         if options.warm_start and log is None and state is None and options.devices == 1:
             warm = WarmStart(loaded.spec, name, learned, lambda: single.residents)

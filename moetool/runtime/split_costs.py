@@ -1,41 +1,31 @@
 """Costs of a device's link and of the host's cores for the split of misses, measured at a model's first start here.
 
 They are kept in the user's cache folder, by machine, device and stored form of the experts. The parts that serve are
-timed: copies into slots, experts of the first layer on the host in one call, both at once, and products over slots.
+timed: copies into slots, experts of the first layer on the host in one call, both at once, products over slots, and
+decode steps without experts (`moetool.runtime.layer_time`).
 """
 
-import hashlib
-import json
-import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from moetool.base import durable
-from moetool.base.config import parse
-from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line
-from moetool.base.json_files import read_json
 from moetool.caching.machine_split import SplitCosts
 from moetool.caching.residency import Residency
-from moetool.costing.estimates import CPU_LAYER_S, GPU_LAYER_S
-from moetool.models.libraries import read_machine
 from moetool.models.loading import LoadedModel
 from moetool.runtime.experts.copies import stride_of
 from moetool.runtime.experts.host_compute import HostCompute
 from moetool.runtime.experts.machines import ExpertPool
 from moetool.runtime.experts.pooled_experts import PooledExperts
 from moetool.runtime.experts.store import ExpertStore
-from moetool.runtime.warm_start import costs_file
+from moetool.runtime.kept_costs import kept_costs
+from moetool.runtime.layer_time import layer_seconds
 
-_LOG = logging.getLogger(__name__)
 _ROUNDS = 5
 _EXPERTS = 8  # most that are timed together
 _KNOWN = 32  # most that take turns
@@ -44,64 +34,28 @@ _LEAST_SHARE = 0.05  # of a rate while both work
 
 
 def split_costs(loaded: LoadedModel, residency: Residency, store: ExpertStore) -> SplitCosts:
-    """Return the kept costs, or measure and keep them.
-
-    A file that is damaged, or of another machine, is replaced, with a warning.
+    """Return the kept costs, or measure and keep them (`kept_costs`).
 
     Args:
         store: opened with `hosts`, before any load; its slots are overwritten.
+
+    Effects: binds the model's experts; call it before a runtime does, and before a batcher has the model's attention.
     """
-    facts = _facts(loaded, store)
-    path = costs_file(loaded.spec, hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12])
-    try:
-        return _read(path, facts)
-    except FileNotFoundError:
-        pass
-    except (MoetoolError, OSError) as error:
-        _LOG.warning("costs of link and host are measured again: %s", first_line(error))
-    costs = measure(loaded, residency, store)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        durable.write_text(path, json.dumps({"measured_on": facts, "costs": asdict(costs)}, indent=1) + "\n")
-    except (MoetoolError, OSError) as error:
-        _LOG.warning("costs of link and host are not kept: %s", error)
-    return costs
+    parts = store.views_of(0, 0)
+    forms = [[type(part).__name__, str(getattr(part, "dtype", "")), list(getattr(part, "shape", ()))] for part in parts]
+    return kept_costs(loaded, SplitCosts, {"expert_parts": forms}, lambda: measure(loaded, residency, store))
 
 
 def measure(loaded: LoadedModel, residency: Residency, store: ExpertStore) -> SplitCosts:
-    """Measure link and host alone and together, and products on the device; arguments as for `split_costs`."""
+    """Measure link and host alone and together, products on the device, and layers; as for `split_costs`."""
+    layer_s = layer_seconds(loaded)
     host = HostCompute(store)
     try:
         with torch.inference_mode():
-            return _Measurement(loaded, PooledExperts(loaded, residency, ExpertPool(store, host)), host).costs()
+            pooled = PooledExperts(loaded, residency, ExpertPool(store, host))
+            return replace(_Measurement(loaded, pooled, host).costs(), layer_s=layer_s)
     finally:
         host.close()
-
-
-def _facts(loaded: LoadedModel, store: ExpertStore) -> dict[str, Any]:
-    """Values that the costs depend on."""
-    device = store.copies.device
-    parts = store.views_of(0, 0)
-    forms = [[type(part).__name__, str(getattr(part, "dtype", "")), list(getattr(part, "shape", ()))] for part in parts]
-    return {
-        "machine": asdict(read_machine()),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "threads": torch.get_num_threads(),
-        "dtype": str(loaded.model.dtype),
-        "expert_bytes": [store.files.stored_bytes, store.files.slot_bytes],
-        "expert_parts": forms,
-    }
-
-
-def _read(path: Path, facts: dict[str, Any]) -> SplitCosts:
-    """Raises: MismatchError: the file is damaged, or was measured elsewhere; OSError."""
-    kept = read_json(path, advice="it is replaced")
-    if kept.get("measured_on") != facts:
-        raise MismatchError(f"{path} was measured on another machine or with other experts")
-    try:
-        return parse(SplitCosts, kept.get("costs", {}), "costs")
-    except UsageError as error:
-        raise MismatchError(f"{path} is damaged ({first_line(error)})") from None
 
 
 class _Measurement:
@@ -138,7 +92,6 @@ class _Measurement:
             device_s=device_s[1],
             host_knots=tuple(host_knots),
             device_knots=tuple(device_knots),
-            layer_s=GPU_LAYER_S if self._device.type == "cuda" else CPU_LAYER_S,
             start_s=start_s,
             link_share=link_share,
             host_share=host_share,

@@ -88,25 +88,25 @@ def test_experts_on_disk_are_read_once_for_either_side(policy: str, device: None
 
 _SERVER = """
 import sys
+from moetool.base import durable
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.assembly import build_engine
 from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.experts import copies
 from moetool.runtime.request import SamplingParams
 from moetool.runtime.serve_options import ServeOptions
-from moetool.runtime import split_costs
 from tests.streams import SlowLink
 
 copies.CpuCopies = SlowLink
 if sys.argv[1] == "calibrating":
-    write = split_costs.durable.write_text
+    write = durable.write_text
 
     def write_text(path, text):
         print("calibrating", flush=True)
         while True:
             write(path, text)
 
-    split_costs.durable.write_text = write_text
+    durable.write_text = write_text
 checkpoint = Checkpoint.open("reference")
 options = ServeOptions(kv_tokens=1024, threads=1, host_compute="on")
 budget = divide_with_slots(checkpoint, options, 40)

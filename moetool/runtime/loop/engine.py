@@ -351,8 +351,7 @@ class Engine:
         if self.split is None:
             return None
         ended, ratio = (False, None) if self._guard is None else (self._guard.ended, self._guard.ratio)
-        more = {"active": self.split.active, "ended": ended, "step_ratio": ratio, "assumed": ["layer_s"]}
-        return {**self.split.to_json(), **more}
+        return {**self.split.to_json(), "active": self.split.active, "ended": ended, "step_ratio": ratio}
 
     def _recorded_steps(self) -> dict[str, Any] | None:
         if not isinstance(self.batcher, Batcher):
