@@ -26,7 +26,7 @@ def test_gain_over_offline_placement(tmp_path: Path) -> None:
     bench = Workbench(sizes=Sizes(seeds=5), machine=AssumedMachine(), work=tmp_path, given=given)
     for new_tokens in (8, 64):
         for composition in ("mixed", "one task"):
-            cell = replace(BASE, new_tokens=new_tokens, composition=composition)
+            cell = replace(BASE, new_tokens=new_tokens, compositions=(composition,))
             print(f"{composition}, up to {new_tokens} new tokens, below offline:", end="", flush=True)
             for measure in ("latency", "prefill"):
                 found = expert_parallel.run(bench, replace(cell, measure=measure)).values

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -69,7 +70,7 @@ class Options:
     Attributes:
         data: prompt sets, each a task; given traces replace them.
         machine, model: from `recipes/machines` and `recipes/models`: costs of compute, links and moves.
-        composition: tasks of a batch: `mixed`, drawn for each request; `one task`, another for each batch; `drift`,
+        compositions: tasks of a batch: `mixed`, drawn for each request; `one task`, another for each batch; `drift`,
             from the first task to the last over the run.
         seats: requests of a batch per GPU.
         batches: batches of a run; the first does not count.
@@ -90,7 +91,7 @@ class Options:
     data: tuple[str, ...]
     machine: str
     model: str
-    composition: Literal["mixed", "one task", "drift"] = "mixed"
+    compositions: tuple[Literal["mixed", "one task", "drift"], ...] = ("mixed",)
     seats: int = 4
     batches: int = 9
     new_tokens: int = 64
@@ -109,6 +110,7 @@ class Options:
 class _Case:
     """A point of the sweep: `words` name it, `x` is its abscissa."""
 
+    composition: str
     gpus: int
     way_bytes_s: float
     plan_s: float
@@ -148,15 +150,16 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
         lines: dict[str, list[tuple[float, float]]] = {}
         for case in cases:
             cluster = _cluster(tasks.traces[0], machine, model, options, case)
-            queue = draw_queue(tasks.served, options, case.gpus, seed)
+            queue = draw_queue(tasks.served, options, case.composition, case.gpus, seed)
             for label, one in options.runs.items():
-                same = replace(options, measure="latency", runs={}, gpus=(), ways={}, plan_s=())
-                key = f"lockstep {same} {case.gpus} {case.way_bytes_s} {case.plan_s} {seed} {one}"
+                same = replace(options, measure="latency", runs={}, compositions=(), gpus=(), ways={}, plan_s=())
+                key = f"lockstep {same} {replace(case, words='', x=0.0)} {seed} {one}"
                 setting = _Setting(cluster, costs, model, tasks, queue, seed)
                 serving: LockstepServing = bench.once(key, partial(_serve, bench, options, one, case, setting))
                 value = _measure(serving, options.measure)
                 samples.add(label + case.words, value)
-                lines.setdefault(label, []).append((case.x, value))
+                line = f"{label}, {case.composition}" if len(options.compositions) > 1 else label
+                lines.setdefault(line, []).append((case.x, value))
                 if len(cases) == 1:
                     seconds = [1e3 * batch.seconds for batch in serving.batches]
                     samples.draw(label, range(1, len(seconds) + 1), seconds)
@@ -189,21 +192,22 @@ def _cases(options: Options, model: NamedModel, links: float) -> Iterator[_Case]
         links: rates of links, as a multiple of the machine's.
     """
     choice = MachineChoice(machine=options.machine, model=options.model)
-    for gpus in options.gpus:
-        for way, rate in options.ways.items():
-            for plan_s in options.plan_s:
-                words = f", {gpus} GPUs" if len(options.gpus) > 1 else ""
-                words += f", {way}" if len(options.ways) > 1 else ""
-                words += f", {1e3 * plan_s:g} ms" if len(options.plan_s) > 1 else ""
-                link = links * (rate or choice.gpu_link_bytes_s())
-                x = 1e6 * model.expert_bytes / link if len(options.ways) > 1 else 1e3 * plan_s
-                yield _Case(
-                    gpus=gpus,
-                    way_bytes_s=links * rate,
-                    plan_s=plan_s,
-                    words=words,
-                    x=float(gpus) if len(options.gpus) > 1 else x,
-                )
+    swept = product(options.compositions, options.gpus, options.ways.items(), options.plan_s)
+    for composition, gpus, (way, rate), plan_s in swept:
+        words = f", {composition}" if len(options.compositions) > 1 else ""
+        words += f", {gpus} GPUs" if len(options.gpus) > 1 else ""
+        words += f", {way}" if len(options.ways) > 1 else ""
+        words += f", {1e3 * plan_s:g} ms" if len(options.plan_s) > 1 else ""
+        link = links * (rate or choice.gpu_link_bytes_s())
+        x = 1e6 * model.expert_bytes / link if len(options.ways) > 1 else 1e3 * plan_s
+        yield _Case(
+            composition=composition,
+            gpus=gpus,
+            way_bytes_s=links * rate,
+            plan_s=plan_s,
+            words=words,
+            x=float(gpus) if len(options.gpus) > 1 else x,
+        )
 
 
 def tasks_of(bench: Workbench, options: Options, seed: int) -> TaskRoutes:
@@ -246,7 +250,9 @@ def _routes(spec: Any, source: RequestSource, new_tokens: int) -> list[Route]:
     ]
 
 
-def draw_queue(served: Sequence[Sequence[Route]], options: Options, gpus: int, seed: int) -> list[Route]:
+def draw_queue(
+    served: Sequence[Sequence[Route]], options: Options, composition: str, gpus: int, seed: int
+) -> list[Route]:
     """Draw the requests of all batches, with replacement."""
     rng = np.random.default_rng(seed)
     size, last = options.seats * gpus, len(served) - 1
@@ -256,9 +262,9 @@ def draw_queue(served: Sequence[Sequence[Route]], options: Options, gpus: int, s
         at = batch / max(1, options.batches - 1) * last
         for _ in range(size):
             task = int(rng.integers(len(served)))
-            if options.composition == "one task":
+            if composition == "one task":
                 task = int(turns[batch % len(turns)])
-            elif options.composition == "drift":
+            elif composition == "drift":
                 task = min(last, int(at) + int(rng.random() < at - int(at)))
             queue.append(served[task][int(rng.integers(len(served[task])))])
     return queue

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.base.config import parse
 from moetool.base.errors import UsageError
 from moetool.bench.experiment_figure import ExperimentResult, average, draw
 from moetool.bench.paper.assumed_machine import AssumedMachine
-from moetool.bench.paper.claims import Claim, Sizes
+from moetool.bench.paper.claims import Claim, Sizes, read_paper
 from moetool.bench.paper.experiments import (
     activation_patterns,
     edge_servers,
@@ -261,6 +262,25 @@ def test_migration_and_planning_cost_as_on_the_named_machine(tmp_path: Path, giv
         expert_parallel.run(bench, expert_parallel.Options(**{**common, "new_tokens": 256}, machine="h200-node"))
 
 
+def test_the_headline_is_a_table_over_compositions_and_gpus(tmp_path: Path, given: dict[str, Path]) -> None:
+    """Its cells have the values that they have alone, and every cell has a bound and a printed size."""
+    (claim,) = (one for one in read_paper("director").claim if one.id == "Abstract")
+    small = {**claim.options, "data": (), "seats": 1, "batches": 2, "new_tokens": 1}
+
+    def run(options: dict[str, Any]) -> dict[str, list[float]]:
+        bench = Workbench(sizes=Sizes(seeds=2), machine=LOADS_ALONE, work=tmp_path, given=given)
+        return expert_parallel.run(bench, parse(expert_parallel.Options, options, "a test")).values
+
+    found = run(small)
+    cells = [f"{tasks}, {gpus} GPUs" for tasks in ("mixed", "one task", "drift") for gpus in (8, 16, 32)]
+    assert list(found) == [f"{mode}, {cell}" for cell in cells for mode in ("offline", "director")]
+    assert list(claim.derive) == list(claim.size) == list(claim.check.at_least) == list(claim.check.at_most) == cells
+    for cell in cells:
+        assert claim.derive[cell] == {"less": (f"offline, {cell}", f"director, {cell}")}
+    alone = run({**small, "compositions": ["one task"], "gpus": [16]})
+    assert alone == {mode: found[f"{mode}, one task, 16 GPUs"] for mode in ("offline", "director")}
+
+
 def test_a_replica_of_the_model_predicts_queued_requests(tmp_path: Path, given: dict[str, Path]) -> None:
     runs = {
         name: expert_parallel.ModeRun(mode="director-proactive", migrate="free", predictor=predictor)
@@ -292,14 +312,13 @@ def test_batches_are_drawn_from_their_tasks(tmp_path: Path, composition: Any) ->
         machine="h200-node",
         model="deepseek-v2-lite",
         runs={},
-        composition=composition,
         batches=5,
         new_tokens=2,
     )
     tasks = expert_parallel.tasks_of(bench, options, 0)
     routes = [{id(route) for route in mine} for mine in tasks.served]
     assert [len(mine) for mine in routes] == [4, 4] and len(tasks.history) == 8
-    queue = expert_parallel.draw_queue(tasks.served, options, 2, seed=0)
+    queue = expert_parallel.draw_queue(tasks.served, options, composition, 2, seed=0)
     of_b = [np.mean([id(route) in routes[1] for route in queue[8 * n : 8 * n + 8]]) for n in range(5)]
     assert len(queue) == 40
     if composition == "one task":
