@@ -65,7 +65,7 @@ EXAMPLES = {
     ),
     "plan score": (f"moetool plan score placement.json {_SERVERS}",),
     "plan compare": (f"moetool plan compare {_SERVERS} {_CLUSTER} --planner uniform,prism,eplb --split 0.5",),
-    "plan migrate": (f"moetool plan migrate old.json new.json {_SERVERS} --horizon-tokens 100000 --out moves.json",),
+    "plan migrate": (f"moetool plan migrate old.json new.json {_SERVERS} --out moves.json",),
     "plan export": (
         "moetool plan export even.json --format sglang --out even.sglang.json",
         "moetool plan export placement.json --format ktransformers --out placement.ktransformers.pt",

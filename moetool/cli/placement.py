@@ -63,8 +63,8 @@ SlotsPerGpu = Annotated[
     int | None,
     typer.Option(
         "--slots-per-gpu",
-        help="Slots of each layer on every GPU (default with --for: the fewest within 5 % of the best balance; else as "
-        "memory allows).",
+        help="Slots of each layer on every GPU (default with --for: those of --current, else the fewest within 5 % of "
+        "the best balance; without: as memory allows).",
     ),
 ]
 Redundant = Annotated[
@@ -265,8 +265,10 @@ def migrate(
     old: Annotated[Path, typer.Argument(metavar="OLD", help="Current plan.")],
     new: Annotated[Path, typer.Argument(metavar="NEW", help="Target plan.")],
     trace: Traces,
-    horizon_tokens: Annotated[float, typer.Option(help="Tokens to serve until the next migration.")],
-    out: Annotated[Path, typer.Option("--out", help="Migration plan to write (JSON).")],
+    horizon_tokens: Annotated[
+        float | None, typer.Option(help="Tokens to serve until the next migration (default: those of the traces).")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Migration plan to write (JSON).")] = None,
     window_ms: Annotated[
         float | None,
         typer.Option(
@@ -290,7 +292,8 @@ def migrate(
     from moetool.placement.plan import PlacementPlan
     from moetool.placement.planning import latency_of, open_traces
 
-    durable.require_new_file(out, overwrite)
+    if out is not None:
+        durable.require_new_file(out, overwrite)
     with Problems() as problems:
         for name, value in (("--horizon-tokens", horizon_tokens), ("--window-ms", window_ms), ("--call-ms", call_ms)):
             with problems.of():
@@ -314,24 +317,26 @@ def migrate(
         latency=latency_of(after.cluster, after.spec, setting),
         routing=setting.copies,
     )
-    plan.save(out)
+    if out is not None:
+        plan.save(out)
     if as_json:
         tables.print_json(_migration_json(plan))
         return
+    where = "" if out is None else f"{out}: "
     if not plan.moves:
-        tables.print_paragraph(f"{out}: nothing moves")
+        tables.print_paragraph(f"{where}nothing moves")
         return
     aside = sum(move.kind == "stage" for move in plan.moves)
-    tables.print_paragraph(f"{out}: {tables.numbered(len(plan.moves), 'move')}, {aside:,} through host memory")
+    tables.print_paragraph(f"{where}{tables.numbered(len(plan.moves), 'move')}, {aside:,} through host memory")
     tables.print_paragraph("; ".join(migration_lines(plan)))
     if plan.step_before_s is not None:
         tables.print_paragraph(
-            f"over {horizon_tokens:,.0f} tokens: {plan.step_before_s:,.4g} s become {plan.step_after_s:,.4g}: "
+            f"over {plan.horizon_tokens:,.0f} tokens: {plan.step_before_s:,.4g} s become {plan.step_after_s:,.4g}: "
             f"{'worth it' if plan.worth_it else 'not worth it'}"
         )
     else:
         tables.print_paragraph(
-            f"by calls between servers alone, over {horizon_tokens:,.0f} tokens: {plan.calls_before:,.0f} become "
+            f"by calls between servers alone, over {plan.horizon_tokens:,.0f} tokens: {plan.calls_before:,.0f} become "
             f"{plan.calls_after:,.0f}, {plan.saved_s:,.2f} s saved at {plan.call_s * 1e3:.3g} ms a call, against "
             f"{plan.eq3_s:,.2f} s (Eq. 3) and {plan.seconds:,.2f} s of all moves: "
             f"{'worth it' if plan.worth_it else 'not worth it'}; as printed against {plan.printed_s:,.2f} s: "

@@ -12,7 +12,7 @@ from moetool.base.tables import count, percent
 from moetool.base.types import Cluster
 from moetool.placement import planner
 from moetool.placement.bounds import latency_bound, memory_bound, remote_bound
-from moetool.placement.decide import migration_between
+from moetool.placement.decide import plan_migration
 from moetool.placement.demand import Demand, read_demand, spread
 from moetool.placement.engine_slots import initial_map
 from moetool.placement.plan import MigrationPlan, PlacementPlan, bare_plan
@@ -71,7 +71,8 @@ def compare(
         options: planners' options, by name.
         split: share of each trace's requests to plan on; of counts, the first windows.
         unseen: trace of an unseen task, whose requests come to all servers equally.
-        current: the placement in force (None: an engine's initial map, with `setting.engine`).
+        current: the placement in force (None: an engine's initial map, with `setting.engine`). For an engine, new plans
+            have its slots unless the setting has others.
 
     Raises:
         UsageError: `unseen` is one of `traces`, or there is no planner; else as `plan_placement`.
@@ -80,6 +81,8 @@ def compare(
     setting = setting or Setting()
     if not names:
         raise UsageError(f"no planner to compare, expected some of {', '.join(plugins.names('planner'))}")
+    if current is not None and setting.engine is not None and setting.slots_per_gpu is setting.redundant is None:
+        setting = replace(setting, slots_per_gpu=int(current.placed_GLE.sum(axis=2).max()))
     inputs = planning_inputs(traces, cluster, split, setting)
     demands = dict(inputs.demands)
     if unseen is not None:
@@ -113,7 +116,9 @@ def compare(
         plan = plan_of(inputs, traces, planned, placed[best.planner], (planned_on, split, setting))
         if in_force is not None:
             old = bare_plan(inputs.spec, inputs.cluster, in_force, CURRENT)
-            migration = migration_between(old, plan, inputs.demands[judged], inputs.latency, setting.copies)
+            migration = plan_migration(
+                old, plan, inputs.demands[judged], call_s=0.0, latency=inputs.latency, routing=setting.copies
+            )
     counted = [trace for trace in traces.values() if isinstance(trace, ExpertCounts)]
     return Comparison(
         rows=tuple(rows),

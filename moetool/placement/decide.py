@@ -292,7 +292,7 @@ def plan_migration(
     new: PlacementPlan,
     demand: Demand,
     *,
-    horizon_tokens: float,
+    horizon_tokens: float | None = None,
     call_s: float | None = None,
     window_s: float | None = None,
     latency: Latency | None = None,
@@ -305,6 +305,7 @@ def plan_migration(
 
     Args:
         demand: requests on which both placements are judged.
+        horizon_tokens: tokens to serve until the next migration (None: those of `demand`).
         window_s: length of the compute phases for the moves (DIRECTOR § V-B).
         latency: costs of computing and sending (None: unit costs).
         routing: choice of the copy for a token (`moetool.placement.latency.flows`).
@@ -315,10 +316,18 @@ def plan_migration(
     """
     new.spec.require_same(old.spec, "the new plan", "the old plan")
     if old.cluster != new.cluster:
+        slots = [min(one.cluster.slots_G(one.spec.slot_bytes)) // one.spec.num_layers for one in (old, new)]
+        if slots[0] != slots[1]:
+            raise MismatchError(
+                f"the old plan has {slots[0]} slots of each layer on a GPU, the new one {slots[1]}; plan both with "
+                f"--slots-per-gpu {slots[0]}"
+            )
         raise MismatchError("the two plans are for different clusters; plan both for one with: moetool plan placement")
     demand.spec.require_same(new.spec, "the trace", "the plan")
     latency = latency or unit_latency(new.cluster)
     priced = latency.unit == "s"
+    tokens = float(demand.tokens_GLE.sum()) / sum(new.spec.top_k_L)
+    horizon_tokens = tokens if horizon_tokens is None else horizon_tokens
     observed = Observed(tokens_GLE=demand.tokens_GLE, horizon_tokens=horizon_tokens)
     in_force = InForce(spec=new.spec, cluster=new.cluster, placed_GLE=old.placed_GLE)
     if call_s is None and new.spec.hidden_size <= 0 and (priced or len(new.cluster.servers) < 2):
@@ -327,7 +336,6 @@ def plan_migration(
     plan = decide(observed, in_force, costs, Replanner(planner=new.planner), new.placed_GLE).migration
     plan = replace(plan, parallel_s=_parallel_s(plan.moves, len(new.cluster.gpus)))
     if priced:
-        tokens = float(demand.tokens_GLE.sum()) / sum(new.spec.top_k_L)
         before_s, after_s = (
             horizon_tokens / tokens * layers_s(latency, new.cluster, demand.tokens_GLE, placed_GLE, routing)
             for placed_GLE in (old.placed_GLE, new.placed_GLE)
@@ -337,14 +345,6 @@ def plan_migration(
     if window_s is None:
         return plan
     return replace(plan, windows=windows([move.seconds for move in plan.moves], window_s), window_s=window_s)
-
-
-def migration_between(
-    old: PlacementPlan, new: PlacementPlan, demand: Demand, latency: Latency, routing: str
-) -> MigrationPlan:
-    """Return the migration between two placements, with the tokens of `demand` as its horizon."""
-    tokens = float(demand.tokens_GLE.sum()) / sum(new.spec.top_k_L)
-    return plan_migration(old, new, demand, horizon_tokens=tokens, call_s=0.0, latency=latency, routing=routing)
 
 
 def _parallel_s(moves: Sequence[Move], num_gpus: int) -> float:

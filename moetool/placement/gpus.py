@@ -1,4 +1,4 @@
-"""Assignment of servers' experts to their GPUs."""
+"""Assignment of servers' experts to their GPUs, and copies of the busiest."""
 
 import heapq
 
@@ -11,7 +11,8 @@ def pack_servers(problem: Problem, placed_NLE: np.ndarray) -> np.ndarray:
     """Spread each server's experts over its GPUs, each layer as evenly as memory allows.
 
     The experts of a layer, most used first, go to the GPU with room that has the least load of that layer. A GPU's room
-    for a layer is its share of the server's slots, rounded so that every later expert has room.
+    for a layer is its share of the server's slots, rounded so that every later expert has room. With equal slots of
+    each layer and more of them on a server than experts, the rest holds copies of the busiest, as in EPLB.
 
     Shapes: placed_NLE bool -> placed_GLE bool.
     """
@@ -24,21 +25,54 @@ def pack_servers(problem: Problem, placed_NLE: np.ndarray) -> np.ndarray:
         gpus = np.flatnonzero(server_G == n)
         left = slots_G[gpus].astype(np.int64)
         remaining = int(placed_LE.sum())
+        copied = 0 < placed_LE.sum(axis=1).max() <= problem.equal_slots * len(gpus)
         for layer, placed_E in enumerate(placed_LE):
             experts = np.flatnonzero(placed_E)
-            room = np.floor(left * len(experts) / max(1, remaining)).astype(np.int64)
-            for _ in range(len(experts) - int(room.sum())):
-                room[int(np.where(room < left, left - room * remaining / max(1, len(experts)), -np.inf).argmax())] += 1
-            left -= room
-            remaining -= len(experts)
+            used_X = np.maximum(tokens_NLE[n, layer, experts], 1e-9)
+            copies = np.arange(len(experts))
+            if copied and len(experts):
+                room = np.full(len(gpus), problem.equal_slots)
+                copies = replicate(used_X, int(room.sum()), len(gpus))
+            else:
+                room = np.floor(left * len(experts) / max(1, remaining)).astype(np.int64)
+                for _ in range(len(experts) - int(room.sum())):
+                    short = left - room * remaining / max(1, len(experts))
+                    room[int(np.where(room < left, short, -np.inf).argmax())] += 1
+                left -= room
+                remaining -= len(experts)
+            load_X = (used_X / np.bincount(copies, minlength=len(experts)))[copies]
             lightest = [(0.0, g) for g in range(len(gpus)) if room[g]]
-            used_E = np.maximum(tokens_NLE[n, layer], 1e-9)
-            for expert in experts[np.argsort(-tokens_NLE[n, layer, experts], kind="stable")].tolist():
-                load, g = lightest[0]
-                placed_GLE[gpus[g], layer, expert] = True
-                room[g] -= 1
-                if room[g]:
-                    heapq.heapreplace(lightest, (load + float(used_E[expert]) / speed_G[gpus[g]], g))
-                else:
-                    heapq.heappop(lightest)
+            for copy in np.argsort(-load_X, kind="stable").tolist():
+                expert, passed = int(experts[copies[copy]]), []
+                while lightest and placed_GLE[gpus[lightest[0][1]], layer, expert]:
+                    passed.append(heapq.heappop(lightest))
+                if lightest:  # else every GPU with room has this expert, and the copy is left out
+                    load, g = heapq.heappop(lightest)
+                    placed_GLE[gpus[g], layer, expert] = True
+                    room[g] -= 1
+                    if room[g]:
+                        passed.append((load + float(load_X[copy]) / speed_G[gpus[g]], g))
+                for item in passed:
+                    heapq.heappush(lightest, item)
     return placed_GLE
+
+
+def replicate(tokens_E: np.ndarray, num_slots: int, most: int | None = None) -> np.ndarray:
+    """Return the expert of each copy: each once, then repeatedly that with the most load per copy, up to `num_slots`.
+
+    Args:
+        most: maximum copies of an expert.
+    """
+    loads, count_E = tokens_E.tolist(), [1] * len(tokens_E)
+    copies = list(range(len(loads)))
+    heaviest = [(-load, expert) for expert, load in enumerate(loads)] if most is None or most > 1 else []
+    heapq.heapify(heaviest)
+    while len(copies) < num_slots and heaviest:
+        expert = heaviest[0][1]
+        copies.append(expert)
+        count_E[expert] += 1
+        if count_E[expert] == most:
+            heapq.heappop(heaviest)
+        else:
+            heapq.heapreplace(heaviest, (-loads[expert] / count_E[expert], expert))
+    return np.array(copies)

@@ -10,7 +10,7 @@ import pytest
 from moetool.base import durable
 from moetool.placement.plan import PlacementPlan
 from moetool.placement.planners.director import Options
-from moetool.trace.expert_counts import Counted, write_counts
+from moetool.trace.expert_counts import Counted, ExpertCounts, write_counts
 from tests.command_line import Run
 from tests.synthetic import make_spec, write_trace
 
@@ -121,9 +121,13 @@ def test_counts_become_a_verdict_and_a_file_for_an_engine(run: Run, tmp_path: Pa
     slots = len(PlacementPlan.load(best).experts_LG[0][0])
     assert code == 0 and f"--ep-num-redundant-experts {4 * slots - 8}" in out
     assert [len(row) for row in json.loads(map.read_text())["physical_to_logical_map"]] == [4 * slots] * 2
-    moves = ["migrate", best, best, inputs[0], "--horizon-tokens", 1e6, "--machine", "h100-node", "--out"]
-    code, out, _ = run(*moves, tmp_path / "moves.json")
+    code, out, _ = run("migrate", best, best, inputs[0], "--machine", "h100-node")
     assert code == 0 and "nothing moves" in out and "worth it" not in out
+    made = ("placement", *inputs, "--planner", "uniform", "--slots-per-gpu", slots, "--out", tmp_path / "even.json")
+    assert run(*made)[0] == 0
+    tokens = ExpertCounts(tmp_path / "counts").num_tokens
+    code, out, _ = run("migrate", tmp_path / "even.json", best, inputs[0], "--machine", "h100-node")
+    assert code == 0 and f"over {tokens:,.0f} tokens" in out and not list(tmp_path.glob("moves*"))
     code, _, err = run("placement", *inputs, "--planner", "eplb", "--redundant", 3, "--out", tmp_path / "x.json")
     assert code == 2 and "--redundant is 3" in err
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moetool.base.errors import CapacityError, UsageError, unknown_name
+from moetool.placement.gpus import replicate
 from moetool.placement.planner import Problem, layer_slots
 
 FORMS = ("auto", "published", "global", "heterogeneous")
@@ -149,27 +150,6 @@ def pack_evenly(load_X: np.ndarray, num_packs: int) -> list[list[int]]:
         else:
             heapq.heappop(lightest)
     return packs
-
-
-def replicate(tokens_E: np.ndarray, num_slots: int, most: int | None = None) -> np.ndarray:
-    """Return the expert of each copy: each once, then repeatedly that with the most load per copy, up to `num_slots`.
-
-    Args:
-        most: maximum copies of an expert.
-    """
-    loads, count_E = tokens_E.tolist(), [1] * len(tokens_E)
-    copies = list(range(len(loads)))
-    heaviest = [(-load, expert) for expert, load in enumerate(loads)] if most is None or most > 1 else []
-    heapq.heapify(heaviest)
-    while len(copies) < num_slots and heaviest:
-        expert = heaviest[0][1]
-        copies.append(expert)
-        count_E[expert] += 1
-        if count_E[expert] == most:
-            heapq.heappop(heaviest)
-        else:
-            heapq.heapreplace(heaviest, (-loads[expert] / count_E[expert], expert))
-    return np.array(copies)
 
 
 def pack_unequal(tokens_E: np.ndarray, slots_G: np.ndarray, speed_G: np.ndarray) -> np.ndarray:

@@ -339,6 +339,9 @@ def test_whether_a_migration_pays_is_decided_in_seconds(tmp_path: Path) -> None:
     other = replace(new, cluster=replace(cluster, links=(Link(between=("s0", "s1"), bytes_s=1.0),)))
     with refused(MismatchError, "different", "clusters"):
         plan_migration(old, other, problem.demand, horizon_tokens=1)
+    larger = replace(new, cluster=make_cluster([[9], [9]], slot_bytes=spec.slot_bytes))
+    with refused(MismatchError, "--slots-per-gpu", "9"):
+        plan_migration(old, larger, problem.demand)
 
 
 def test_a_migration_over_a_slow_link_pays_only_if_it_saves_the_way_too() -> None:

@@ -135,6 +135,9 @@ def test_a_comparison_prices_the_migration_from_the_engines_map(counts: ExpertCo
     assert f"{pays:,.0f} tokens" in " ".join(migration_lines(found.migration, found.window_tokens))
     again = compare({WHOLE: counts}, _machines(4, 1, 8), ["uniform"], split=0.5, current=found.plan, setting=setting)
     assert again.best == CURRENT and again.plan is None and again.migration is None
+    setting = Setting(engine="sglang", machine="h100-node")  # the slots are those of the plan in force
+    again = compare({WHOLE: counts}, _machines(6, 1, 8), ["uniform"], split=0.5, current=found.plan, setting=setting)
+    assert again.inputs.slots == 3
 
 
 @pytest.mark.parametrize("routing", ["nearest", "even"])
