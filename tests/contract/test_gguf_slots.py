@@ -9,7 +9,7 @@ import torch
 
 from moetool.kernels.cpu import scaled_weight, vectors
 from moetool.kernels.cpu.compiled import find_kernel
-from moetool.kernels.cpu.kinds import GGML_KINDS, RowKind
+from moetool.kernels.cpu.kinds import BFLOAT16, GGML_KINDS, RowKind
 from moetool.kernels.cpu.matmul import MAX_SCALED_ROWS, products
 from moetool.kernels.cpu.scaled_weight import ScaledWeight, StackedWeight
 from moetool.models.checkpoint import Checkpoint
@@ -19,7 +19,7 @@ from tests.served_logits import require_near, served_logits
 gguf = pytest.importorskip("gguf")
 from tests.gguf_models import random_blocks, written  # noqa: E402  # needs the package
 
-pytestmark = pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here")
+pytestmark = pytest.mark.skipif(find_kernel(BFLOAT16) is None, reason="numba compiles no kernel here")
 SIZE = {"width": 512, "moe_intermediate_size": 512, "vocab_size": 64}
 FILES: dict[str, Mapping[str, str | tuple[str, ...]]] = {
     "q8_0": {"gate": "Q8_0", "up": "Q8_0", "down": "Q8_0"},

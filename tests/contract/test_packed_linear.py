@@ -12,6 +12,7 @@ from torch.nn import functional
 from moetool.kernels.cpu import scaled_weight
 from moetool.kernels.cpu.compiled import find_kernel
 from moetool.kernels.cpu.int4 import tile_rows
+from moetool.kernels.cpu.kinds import BFLOAT16
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
 from moetool.models.packed_linear import PackedLinear
@@ -25,7 +26,7 @@ from tests.gguf_models import written  # noqa: E402  # needs the package
 
 pytestmark = [
     pytest.mark.skipif(not tile_rows(), reason="torch has no kernel for four bits on this processor"),
-    pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here"),
+    pytest.mark.skipif(find_kernel(BFLOAT16) is None, reason="numba compiles no kernel here"),
 ]
 _SIZE = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 _TINY = {"num_hidden_layers": 1, "num_experts": 2, "moe_intermediate_size": 512, "vocab_size": 512}

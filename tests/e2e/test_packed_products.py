@@ -10,6 +10,7 @@ import torch
 
 from moetool.kernels.cpu.compiled import find_kernel
 from moetool.kernels.cpu.int4 import tile_rows
+from moetool.kernels.cpu.kinds import BFLOAT16
 from moetool.kernels.cpu.scaled_weight import ScaledWeight
 from moetool.models.checkpoint import Checkpoint
 from tests import families
@@ -18,7 +19,7 @@ from tests.served_logits import require_near, served_logits
 
 pytestmark = [
     pytest.mark.skipif(not tile_rows(), reason="torch has no kernel for four bits on this processor"),
-    pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here"),
+    pytest.mark.skipif(find_kernel(BFLOAT16) is None, reason="numba compiles no kernel here"),
 ]
 
 

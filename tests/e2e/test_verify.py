@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from moetool.base.errors import UsageError
 from moetool.kernels.cpu.compiled import find_kernel
+from moetool.kernels.cpu.kinds import BFLOAT16
 from moetool.measuring import library_weights
 from moetool.measuring.layer_comparison import OUTSIDE
 from moetool.measuring.plain_model import open_plain
@@ -175,7 +176,7 @@ def packed(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "m"
 
 
-@pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here")
+@pytest.mark.skipif(find_kernel(BFLOAT16) is None, reason="numba compiles no kernel here")
 @pytest.mark.parametrize("layer_by_layer", [False, True])
 def test_packed_linear_layers_and_experts_agree_in_bfloat16(layer_by_layer: bool, packed: Path) -> None:
     made = _verify(packed, replace(SMALL, dtype="bfloat16", layer_by_layer=layer_by_layer))
@@ -186,7 +187,7 @@ def test_packed_linear_layers_and_experts_agree_in_bfloat16(layer_by_layer: bool
     assert [problem for problem in made.problems if problem.startswith("layer")] == []
 
 
-@pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here")
+@pytest.mark.skipif(find_kernel(BFLOAT16) is None, reason="numba compiles no kernel here")
 def test_a_packed_linear_layer_that_breaks_is_named(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = PackedLinear.forward
 

@@ -48,7 +48,7 @@ class RowKernel(NamedTuple):
 
 
 @functools.cache
-def find_kernel(kind: RowKind = BFLOAT16) -> RowKernel | None:
+def find_kernel(kind: RowKind) -> RowKernel | None:
     """Return the compiled kernel; None if numba is missing or does not compile it for this CPU."""
     return compiled("products of few rows", lambda: _checked(kind))
 

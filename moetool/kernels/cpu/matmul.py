@@ -22,7 +22,7 @@ from moetool.kernels.cpu.inputs import ordered_rows
 from moetool.kernels.cpu.kinds import BFLOAT16, BFLOAT16_COLUMNS, RowKind
 from moetool.kernels.cpu.scaled_weight import ScaledWeight, StackedWeight, kernel_of
 from moetool.kernels.cpu.threads import PoolCall
-from moetool.kernels.cpu.tiles import TILE_INPUTS, Rows, cpu_has_tiles, find_tiles, tile_products
+from moetool.kernels.cpu.tiles import TILE_INPUTS, Rows, cpu_has_slow_pairs, cpu_has_tiles, find_tiles, tile_products
 from moetool.kernels.cpu.vectors import cpu_has_pairs
 
 MAX_ROWS = 2
@@ -262,7 +262,8 @@ def chosen_kernels() -> dict[str, Any]:
     """
     more = "float32 blocks" if many_rows.lacks_bfloat16_products() else "torch"
     if cpu_has_pairs():
-        more = "AMX tiles" if cpu_has_tiles() else "avx512_bf16"
+        vectors = "AVX-512 in float32" if cpu_has_slow_pairs() else "avx512_bf16"
+        more = "AMX tiles" if cpu_has_tiles() else vectors
     return {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "few_rows": chosen_prefetches(),
@@ -289,5 +290,5 @@ def adopt(model: torch.nn.Module, routers: Iterable[torch.nn.Module] = ()) -> in
         if not isinstance(router, RowLinear):
             setattr(router, name, RowParameter(weight, requires_grad=False))
     if linears or owned:
-        find_tiles()  # no request waits for the compiler
+        find_tiles(BFLOAT16)  # no request waits for the compiler
     return len(linears) + len(owned)

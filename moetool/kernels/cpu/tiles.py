@@ -4,7 +4,8 @@ A tile holds 16 rows of 32 numbers in bfloat16. Rows of a weight are loaded into
 are rearranged first. So with AMX a product of up to 32 rows takes as long as reading the weight. torch's product
 rearranges the weight in each call (`tests/bench/test_scaled_weights.py`), and compiles code for each new number of
 rows, which takes 8 ms and 1.4 to 2.1 MB. Packed weights are unpacked into the CPU cache, 32 rows at a time, rounded to
-bfloat16. Without AMX the same tiles of x are vectors: an instruction multiplies a pair of inputs of 16 rows.
+bfloat16. Without AMX the same tiles of x are vectors: an instruction multiplies a pair of inputs of 16 rows. Where two
+products in float32 are faster than that instruction, they give the same sums but for subnormal numbers.
 
 Sums are in float32, in an order that depends only on the width of the weight. So a row's result is bit-identical in any
 batch, and differs from torch's only in rounding.
@@ -13,7 +14,7 @@ batch, and differs from torch's only in rounding.
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -108,7 +109,7 @@ def tile_products(
         targets += each.targets
     x = torch.empty(tiles[-1] * TILE_ROWS, inputs, dtype=torch.bfloat16)
     _arranging()([0, x_TI.data_ptr(), x.data_ptr(), tiles[-1], 2 * inputs, *sources], threads)
-    room_bytes = _SUMS_BYTES + BLOCK_ROWS * (2 * inputs + VECTOR_BYTES)
+    room_bytes = _SUMS_BYTES + BLOCK_ROWS * (6 * inputs + 2 * VECTOR_BYTES)
     room = torch.empty(threads * room_bytes, dtype=torch.uint8)
     head = TileJob(
         next_task=0,
@@ -132,7 +133,7 @@ def _parts(rows: Rows, most: int) -> list[Rows]:
 
 
 @functools.cache
-def find_tiles(kind: RowKind = BFLOAT16) -> PoolCall | None:
+def find_tiles(kind: RowKind) -> PoolCall | None:
     """Return the compiled function for a kind of weight; None if the CPU has no instruction for it, or numba fails."""
     if not cpu_has_tiles() and not cpu_has_pairs():
         return None
@@ -151,6 +152,14 @@ def cpu_has_tiles() -> bool:
     if sys.platform != "linux" or not has_features("amx-tile", "amx-bf16") or not cpu_has_pairs():
         return False
     return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
+@functools.cache
+def cpu_has_slow_pairs() -> bool:
+    """Whether pair products of `avx512_bf16` take longer than two products in float32: on Intel's processors."""
+    import llvmlite.binding
+
+    return not llvmlite.binding.get_host_cpu_name().startswith("znver")
 
 
 def _require_sound(kind: RowKind, multiply: PoolCall) -> None:
@@ -198,7 +207,9 @@ def _compile(kind: RowKind) -> PoolCall:
     from numba import types
 
     next_task, next_thread = next_task_of(), next_task_of(_PLACES["threads"])
-    block_of = _block_of if cpu_has_tiles() else _paired_block_of
+    widens = cpu_has_slow_pairs() and not cpu_has_tiles()
+    block_of = _block_of if cpu_has_tiles() else _widened_block_of if widens else _paired_block_of
+    widen = _widening()
     multiply_1, multiply_2, (turn, put) = block_of(1), block_of(2), _putting()
     configure, release = _configuring()
     outputs_at, row_bytes_at, x_at, output_at = (_PLACES[name] for name in ("outputs", "row_bytes", "x", "output"))
@@ -222,6 +233,7 @@ def _compile(kind: RowKind) -> PoolCall:
         steps, tile_row = inputs // TILE_INPUTS, 2 * TILE_ROWS * inputs
         sums = job[room_at] + next_thread(job) * job[room_bytes_at]
         unpacked, unpacked_bytes = sums + _SUMS_BYTES, 2 * inputs + VECTOR_BYTES  # powers of two share cache lines
+        wide, wide_bytes = unpacked + BLOCK_ROWS * unpacked_bytes, 4 * inputs + VECTOR_BYTES
         runs = row_bytes // run_bytes
         groups, per_group = (runs, 1) if each_run else (job[groups_at], job[vectors_at] * per_vector)
         blocks = outputs // BLOCK_ROWS
@@ -238,6 +250,10 @@ def _compile(kind: RowKind) -> PoolCall:
                     for group in range(groups):
                         unpack(weight, scale, group, per_group, unpacked + row * unpacked_bytes)
                 block, width = unpacked, unpacked_bytes
+            if widens:
+                for row in range(BLOCK_ROWS):
+                    widen(block + row * width, inputs // LANES, wide + row * wide_bytes)
+                block, width = wide, wide_bytes
             tile, last = job[tiles + which], job[tiles + which + 1]
             row, end = job[starts + which], job[starts + which + 1]
             while tile < last:  # the block stays in the CPU cache
@@ -373,6 +389,38 @@ def _block_of(tiles: int) -> Any:
 
 def _paired_block_of(tiles: int) -> Any:
     """Like `_block_of`, by `avx512_bf16`: a vector has a number of each row of a tile of x."""
+
+    def add(v: Vectors, row: Any, pair: Any, inputs: list[Any], totals: list[Any]) -> list[Any]:
+        weight = v.broadcast(v.load(v.builder.add(row, v.times(pair, 4)), v.int32))
+        return [v.pair_products(given, weight, total) for given, total in zip(inputs, totals, strict=True)]
+
+    return _vector_block_of(tiles, add)
+
+
+def _widened_block_of(tiles: int) -> Any:
+    """Like `_paired_block_of`, by products in float32 with a weight in float32, in the order of pair products."""
+
+    def add(v: Vectors, row: Any, pair: Any, inputs: list[Any], totals: list[Any]) -> list[Any]:
+        upper, shift = v.all(v.int32, -(2**16)), v.all(v.int32, 16)
+        for half in (1, 0):
+            weight = v.broadcast(
+                v.load(v.builder.add(row, v.builder.add(v.times(pair, 8), v.number(4 * half))), v.float32)
+            )
+            for place, given in enumerate(inputs):
+                words = v.builder.and_(given, upper) if half else v.builder.shl(given, shift)
+                totals[place] = v.multiply_add(v.builder.bitcast(words, v.floats), weight, totals[place])
+        return totals
+
+    return _vector_block_of(tiles, add)
+
+
+def _vector_block_of(tiles: int, add: Callable[[Vectors, Any, Any, list[Any], list[Any]], list[Any]]) -> Any:
+    """Like `_block_of`, by vectors that have a number of each row of a tile of x.
+
+    Args:
+        add: generates the products of a pair of inputs of tiles with a row of the weight, from its address and the
+            number of the pair, added to totals.
+    """
     from numba.core import cgutils, types
     from numba.extending import intrinsic
 
@@ -392,9 +440,9 @@ def _paired_block_of(tiles: int) -> Any:
                     at = builder.add(x, v.times(pair, VECTOR_BYTES))
                     inputs = [v.load(builder.add(at, v.times(tile_row, n)), v.words) for n in range(tiles)]
                     for row, each in zip(rows, totals, strict=True):
-                        weight = v.broadcast(v.load(builder.add(row, v.times(pair, 4)), v.int32))
-                        for total, given in zip(each, inputs, strict=True):
-                            builder.store(v.pair_products(given, weight, builder.load(total)), total)
+                        made = add(v, row, pair, inputs, [builder.load(total) for total in each])
+                        for total, value in zip(each, made, strict=True):
+                            builder.store(value, total)
             half = builder.udiv(first, v.number(TILE_ROWS))
             for n, each in enumerate(totals):
                 within = builder.urem(builder.add(first, v.number(n)), v.number(TILE_ROWS))
@@ -409,6 +457,25 @@ def _paired_block_of(tiles: int) -> Any:
         return types.void(*[types.int64] * 6), generate
 
     return multiply
+
+
+def _widening() -> Any:
+    """numba's `widen(source, vectors, target)`: numbers in bfloat16 as float32."""
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def widen(typing_context: Any, source: Any, vectors: Any, target: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            v = Vectors(builder)
+            with cgutils.for_range(builder, arguments[1]) as loop:
+                numbers = v.load(builder.add(arguments[0], v.times(loop.index, 2 * LANES)), v.of(v.int16), 2)
+                v.store(v.widened(numbers), builder.add(arguments[2], v.times(loop.index, VECTOR_BYTES)))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3), generate
+
+    return widen
 
 
 def _putting() -> tuple[Any, Any]:

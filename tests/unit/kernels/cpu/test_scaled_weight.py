@@ -8,7 +8,7 @@ import torch
 
 from moetool.kernels.cpu import scaled_weight, vectors
 from moetool.kernels.cpu.compiled import find_kernel
-from moetool.kernels.cpu.kinds import FP8, INT8, MXFP4, NVFP4, NVFP4_DIVIDED, RowKind
+from moetool.kernels.cpu.kinds import BFLOAT16, FP8, INT8, MXFP4, NVFP4, NVFP4_DIVIDED, RowKind
 from moetool.kernels.cpu.matmul import MAX_SCALED_ROWS, RowsOf, max_rows, products, scattered_products
 from moetool.kernels.cpu.scaled_weight import ScaledWeight, multiplies
 from moetool.models.weights.format import Codec
@@ -18,7 +18,7 @@ from moetool.models.weights.nvfp4 import Nvfp4Codec
 from moetool.models.weights.scaled import ScaledCodec
 from moetool.models.weights.value_scaling import four_bits
 
-pytestmark = pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here")
+pytestmark = pytest.mark.skipif(find_kernel(BFLOAT16) is None, reason="numba compiles no kernel here")
 
 ROWS = 256
 CASES: dict[str, tuple[RowKind, int]] = {

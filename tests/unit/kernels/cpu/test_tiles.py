@@ -17,7 +17,7 @@ from moetool.kernels.cpu.matmul import (
     scattered_products,
 )
 from moetool.kernels.cpu.scaled_weight import ScaledWeight
-from moetool.kernels.cpu.tiles import cpu_has_pairs, find_tiles
+from moetool.kernels.cpu.tiles import cpu_has_pairs, cpu_has_tiles, find_tiles
 from tests.unit.kernels.cpu.test_scaled_weight import CASES, example_weight
 
 pytestmark = pytest.mark.skipif(not cpu_has_pairs(), reason="this CPU has neither AMX nor avx512_bf16")
@@ -63,6 +63,17 @@ def test_a_row_is_the_same_in_any_batch(threads: int) -> None:
     assert torch.equal(made[targets[12:15]], alone[1])
     assert torch.equal(made[[targets[43], targets[45], targets[46]]], alone[2])
     assert torch.equal(made[targets[67:]], products([x[9:11]], [weights[0]])[0])
+
+
+@pytest.mark.skipif(cpu_has_tiles(), reason="the tiles of AMX add pairs of products in another order")
+@pytest.mark.parametrize("count", [16, 40])
+def test_sums_add_the_odd_input_of_a_pair_first(count: int) -> None:
+    x, weight = _rows(count), _weight()
+    sums = torch.zeros(count, OUTPUTS)
+    for first in range(0, INPUTS, 2):
+        for place in (first + 1, first):  # a product of two bfloat16 is exact in float32
+            sums += x[:, place, None].float() * weight[:, place].float()
+    assert torch.equal(products([x], [weight])[0], sums.bfloat16())
 
 
 @pytest.mark.parametrize("kind", GGML_KINDS, ids=lambda kind: kind.name)

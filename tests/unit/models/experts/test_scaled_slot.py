@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moetool.kernels.cpu.compiled import find_kernel
+from moetool.kernels.cpu.kinds import BFLOAT16
 from moetool.models.experts.expert_files import slot_forms
 from moetool.models.experts.expert_form import ExpertForm, Part
 from moetool.models.experts.scaled_slot import ScaledSlot, stays_scaled
@@ -12,7 +13,7 @@ from moetool.models.weights.format import StoredWeight, unpack
 from moetool.models.weights.scaled import Scaled
 from tests.unit.models.weights.test_format import scheme_config, stored
 
-pytestmark = pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here")
+pytestmark = pytest.mark.skipif(find_kernel(BFLOAT16) is None, reason="numba compiles no kernel here")
 
 SHAPES = [(512, 1024), (512, 512), (1024, 512)]
 Shape = tuple[int, ...]

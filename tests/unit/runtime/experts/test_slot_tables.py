@@ -9,10 +9,11 @@ import torch
 
 from moetool.caching.residency import Step, StepKind
 from moetool.kernels.cpu.compiled import find_kernel
+from moetool.kernels.cpu.kinds import BFLOAT16
 from moetool.models.experts.expert_form import ExpertForm, Part
 from moetool.runtime.experts.slot_tables import SlotTables
 
-pytestmark = pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here")
+pytestmark = pytest.mark.skipif(find_kernel(BFLOAT16) is None, reason="numba compiles no kernel here")
 WIDTH = 64
 FORM = ExpertForm(
     num_experts=4,
