@@ -26,6 +26,7 @@ from moetool.base.tables import count, narrate
 from moetool.bench.bench_result import BenchResult, Row, median, not_measured, recorded, table
 from moetool.bench.memory_limits import bytes_read, drop_from_cache, limited_group
 from moetool.capture.remote import RemoteServer
+from moetool.measuring.machine_rates import disk_rates
 from moetool.models.checkpoint import Checkpoint
 
 ENGINES = ("moetool", "llama.cpp", "transformers")
@@ -86,7 +87,8 @@ def bench_rivals(
     `prefill_tokens_s`, `decode_tokens_s`, `slowest_tokens_s` of the slowest round, `read_token_bytes` from disk per new
     token. Facts: `layers`; `token_bytes` of weights that one decoded token reads from memory, its experts and dense
     weights without the input embedding; `memory_bytes_s`, the best rate at which all threads read memory before any
-    cell; `bound_tokens_s`, if decoding only read them at that rate.
+    cell; `bound_tokens_s`, if decoding only read them at that rate; with limited memory `disk_bytes_s`, the rate of the
+    model's disk.
 
     Args:
         gguf: the same weights for llama.cpp.
@@ -114,6 +116,8 @@ def bench_rivals(
             "token_bytes": token_bytes,
             "memory_bytes_s": 0.0,
         }
+        if any(options.shares):
+            made.facts["disk_bytes_s"] = disk_rates(path if path.is_dir() else path.parent)[0]
         for share in options.shares:
             cells = [Cell(engine, int(share * model_bytes) or None) for engine in engines]
             for group in [cells] if options.alternate else [[cell] for cell in cells]:
@@ -154,7 +158,11 @@ def memory_bandwidth(threads: int, num_bytes: int = 2**29, rounds: int = 12) -> 
 def tables(made: BenchResult) -> Iterator[Any]:
     """One table, a row per measured cell, and why others were not measured."""
     facts = made.facts
-    bound, layers = facts["bound_tokens_s"], facts.get("layers")  # files of earlier versions lack layers
+    bound, layers, disk = (
+        facts["bound_tokens_s"],
+        facts.get("layers"),
+        facts.get("disk_bytes_s"),
+    )  # files of earlier versions lack layers
     yield table(
         f"{facts['model']}, {made.options['threads']} threads",
         [row for row in made.rows if "why" not in row],
@@ -166,6 +174,7 @@ def tables(made: BenchResult) -> Iterator[Any]:
             "slowest": ("slowest_tokens_s", ".1f"),
             "MB read/token": ("read_token_bytes", "MB"),
             "x bound": (lambda row: bound / row["decode_tokens_s"], ".2f"),
+            "x bytes moved": (lambda row: _times_moved(row, facts), ".2f"),
             "fixed ms/layer": (lambda row: layers and 1e3 * (1 / row["decode_tokens_s"] - 1 / bound) / layers, ".2f"),
         },
     )
@@ -173,8 +182,8 @@ def tables(made: BenchResult) -> Iterator[Any]:
     yield (
         f"A token reads {facts['token_bytes'] / 1e6:.0f} MB of weights; memory gives "
         f"{facts['memory_bytes_s'] / 1e9:.1f} GB/s: bound {bound:.1f} tokens/s."
-        + f" 'fixed' is a token's time beyond that, divided by {layers} layers."
-        * (layers is not None)
+        + (f" The disk gives {count(disk, 'B')}/s; 'bytes moved' bounds both." if disk else "")
+        + f" 'fixed' is a token's time beyond that, divided by {layers} layers." * (layers is not None)
     )
     for row in made.rows:
         if row.get("decode_tokens_s", 0.0) > bound:
@@ -182,6 +191,14 @@ def tables(made: BenchResult) -> Iterator[Any]:
                 f"ERROR: {row['engine']} decoded faster than the bound: memory gave less than usual while its rate was "
                 "measured. Run this bench again on an idle machine."
             )
+
+
+def _times_moved(row: Row, facts: dict[str, Any]) -> float | None:
+    """A token's time by that of the bytes that it moved, if the memory and the disk work at once."""
+    if "disk_bytes_s" not in facts or row.get("read_token_bytes") is None:
+        return None
+    moved_s = max(1 / facts["bound_tokens_s"], row["read_token_bytes"] / facts["disk_bytes_s"])
+    return 1 / (row["decode_tokens_s"] * moved_s)
 
 
 def _memory(limit: int | None) -> str:

@@ -59,6 +59,11 @@ def test_cells_are_measured_or_say_why_not(
     (tmp_path / "rivals.json").write_text(json.dumps(made))
     assert exit_code(monkeypatch, "bench", "show", str(tmp_path / "rivals.json")) == 0
     assert "ERROR: moetool decoded faster than the bound" in capsys.readouterr().out
+    made["facts"] |= {"bound_tokens_s": 10.0, "disk_bytes_s": 1e6}
+    made["rows"][0] |= {"decode_tokens_s": 1.0, "read_token_bytes": 4e5}
+    (tmp_path / "rivals.json").write_text(json.dumps(made))
+    assert exit_code(monkeypatch, "bench", "show", str(tmp_path / "rivals.json")) == 0
+    assert "2.50" in capsys.readouterr().out  # reading 0.4 s of a second
     assert "transformers" in shown and "not measured: llama.cpp, memory all: no llama-server" in shown
 
 
