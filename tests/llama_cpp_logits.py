@@ -3,12 +3,23 @@
 `python -m tests.llama_cpp_logits DIRECTORY` writes tests/golden/llama_cpp_logits.npz; DIRECTORY holds libllama.so. It
 needs the modules of llama-cpp-python. Numbers are float32 there, so that no rounding of llama.cpp's moves a token to
 other experts.
+
+llama.cpp runs the attention to chosen blocks of two architectures:
+
+- `minimax-m3`: with flash attention only (`msa_enabled = fa_on && streams_ok` in its models/minimax-m3.cpp), which
+  rounds keys and values of layers without an indexer to 16 bits. Otherwise it attends to every token, which differs
+  beyond the first `block_size * top_k`.
+- `qwen4exp`: always, and to `indexer_top_k + r - 1` tokens (`width` in its models/qwen4exp.cpp): where the query's own
+  block has fewer than `r - 1` tokens so far, some of the next best block fill up. transformers, as the published code,
+  takes whole blocks and that tail (`block_topk` of Qwen4ExpTextQSAIndexer). So logits are equal in the first
+  `indexer_top_k + r - 1` tokens, and later where the tail is full.
 """
 
 import ctypes
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +33,9 @@ FILES = (
     *("qwen3moe", "qwen4exp"),
 )
 """Files whose headers say what llama.cpp needs."""
+MORE_TOKENS = tuple(np.random.default_rng(7).integers(3, 63, 40).tolist())
+SPARSE = {"minimax-m3": 1, "qwen4exp": 0}
+"""Files with attention to chosen blocks, whose logits of `MORE_TOKENS` are kept too: whether with flash attention."""
 _GROUPED = ("deepseek2", "glm4moe", "mistral4")
 
 
@@ -56,23 +70,24 @@ def in_float32(path: Path, to: Path) -> None:
     writer.close()
 
 
-def logits_of(library: Any, path: Path) -> np.ndarray:
-    """Logits [T, V] of `TOKENS` by llama.cpp in float32."""
+def logits_of(library: Any, path: Path, tokens: Sequence[int] = TOKENS, flash_attention: int = 0) -> np.ndarray:
+    """Logits [T, V] by llama.cpp in float32."""
     of_model = library.llama_model_default_params()
     of_model.n_gpu_layers = 0
     model = library.llama_model_load_from_file(str(path).encode(), of_model)
     options = library.llama_context_default_params()
     options.n_ctx = options.n_batch = options.n_ubatch = 64
-    options.type_k = options.type_v = options.flash_attn_type = 0
+    options.type_k = options.type_v = 0
+    options.flash_attn_type = flash_attention
     context = library.llama_init_from_model(model, options)
-    batch = library.llama_batch_init(len(TOKENS), 0, 1)
-    batch.n_tokens = len(TOKENS)
-    for position, token in enumerate(TOKENS):
+    batch = library.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for position, token in enumerate(tokens):
         batch.token[position], batch.pos[position], batch.n_seq_id[position] = token, position, 1
         batch.seq_id[position][0], batch.logits[position] = 0, 1
     assert library.llama_decode(context, batch) == 0
     width = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
-    found = np.ctypeslib.as_array(library.llama_get_logits(context), shape=(len(TOKENS), width)).copy()
+    found = np.ctypeslib.as_array(library.llama_get_logits(context), shape=(len(tokens), width)).copy()
     library.llama_free(context)
     library.llama_model_free(model)
     return found
@@ -90,4 +105,6 @@ if __name__ == "__main__":
         for name in FILES:
             in_float32(GOLDEN / "gguf" / f"{name}.gguf", Path(folder) / f"{name}.gguf")
             made[name] = logits_of(library, Path(folder) / f"{name}.gguf")
+            if name in SPARSE:
+                made[f"{name} sparse"] = logits_of(library, Path(folder) / f"{name}.gguf", MORE_TOKENS, SPARSE[name])
     np.savez_compressed(LOGITS, **made)
