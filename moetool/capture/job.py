@@ -15,7 +15,8 @@ import torch
 import transformers
 
 from moetool import __version__
-from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.config import SHARE, Span, require_within
+from moetool.base.errors import CapacityError, MismatchError
 from moetool.base.tables import count, numbered
 from moetool.base.types import ModelSpec
 from moetool.capture.composition import Composition, compose
@@ -64,14 +65,7 @@ class CaptureOptions:
     data: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.ahead < 1:
-            raise UsageError(f"ahead is {self.ahead}, expected at least 1: the next MoE layer")
-        if not 0 < self.resident <= 1:
-            raise UsageError(f"resident is {self.resident}, expected a share of a layer's experts: above 0, up to 1")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise UsageError(f"--batch-size is {self.batch_size}, expected at least 1; leave it out to choose it")
-        if self.max_new_tokens is not None and self.max_new_tokens < 0:
-            raise UsageError(f"--max-new-tokens is {self.max_new_tokens}, expected 0 or more")
+        require_within(self, ahead=Span(1), resident=SHARE, batch_size=Span(1), max_new_tokens=Span(0))
 
 
 class Item(NamedTuple):

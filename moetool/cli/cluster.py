@@ -27,10 +27,17 @@ if TYPE_CHECKING:
 
 def serve_cluster(command: ClusterCommand) -> None:
     """Serve a model on a cluster until an interruption. Raises: UsageError: an unsupported option."""
+    from moetool.cluster.launch import parse_where
+
     if command.mode not in MODES:
         raise unknown_name("--mode", command.mode, MODES)
+    where = parse_where(command.cluster)
+    if command.plan is None:
+        raise UsageError("--cluster needs a placement plan; give --plan FILE, made with: moetool plan placement")
+    if given := [name for name, is_given in command.refused.items() if is_given]:
+        raise UsageError(f"{given[0]} has no effect with --cluster: the plan places the experts; leave it out")
     with _ended_as_interrupted():
-        MODES[command.mode](command)
+        MODES[command.mode](command, where)
 
 
 def require_no_placement(plan: Path) -> None:
@@ -39,26 +46,21 @@ def require_no_placement(plan: Path) -> None:
     from moetool.placement.plan import PlacementPlan
 
     try:
-        PlacementPlan.load(plan)
+        num_servers = len(PlacementPlan.load(plan).cluster.servers)
     except (UsageError, MismatchError):
         return  # the error of reading it as a cache plan says more
-    raise UsageError(f"{plan} is a placement plan for several servers; serve it with --cluster local:N")
+    raise UsageError(f"{plan} is a placement plan for several servers; serve it with --cluster local:{num_servers}")
 
 
-def _edge(command: ClusterCommand) -> None:
+def _edge(command: ClusterCommand, where: "ClusterAddress") -> None:
     """Serve by edge servers that call each other's experts; each has its own endpoint."""
-    from moetool.cluster.launch import parse_where, prepare
+    from moetool.cluster.launch import prepare
     from moetool.cluster.ray_launch import head_address
 
-    where = parse_where(command.cluster)
-    if command.plan is None:
-        raise UsageError("--cluster needs a placement plan; give --plan FILE, made with: moetool plan placement")
     if command.predictor is not None:
         raise UsageError("--predictor has no effect with --cluster in mode edge, which follows the plan; leave it out")
     if command.profile is not None:
         raise UsageError("--profile has no effect with --cluster in mode edge, which measures its calls; leave it out")
-    if given := [name for name, is_given in command.refused.items() if is_given]:
-        raise UsageError(f"{given[0]} has no effect with --cluster: the plan places the experts; leave it out")
     threads = max(1, (os.cpu_count() or 1) // where.count) if where.count else 0
     toward = head_address(where.address)  # before imports that take seconds
     with contextlib.ExitStack() as stack:
@@ -78,19 +80,12 @@ def _serve_edge(
     from moetool.cluster.launch import Detached, Workers
     from moetool.models.checkpoint import Checkpoint
     from moetool.models.loading import device_kind, served_dtype
-    from moetool.placement.plan import PlacementPlan
     from moetool.runtime.serve_options import ServeOptions
     from moetool.serving.server import address_of, open_to_all
     from moetool.serving.server_options import ServerOptions
 
-    assert command.plan is not None
-    plan = PlacementPlan.load(command.plan)
+    plan = command.plan_for(where, "servers", lambda cluster: [server.name for server in cluster.servers])
     names = [server.name for server in plan.cluster.servers]
-    if where.count not in (None, len(names)):
-        raise UsageError(
-            f"--cluster {command.cluster} starts {where.count} servers, and the plan is for {len(names)}: "
-            f"{', '.join(names)}; write local:{len(names)}, or plan for another cluster"
-        )
     values = dict(command.values)
     given = values.pop("cluster", {})
     own = parse(ClusterOptions, given, "--set cluster")
@@ -195,16 +190,14 @@ def _require_any_machine(host: str, toward: str) -> None:
         )
 
 
-def _ep(command: ClusterCommand) -> None:
+def _ep(command: ClusterCommand, where: "ClusterAddress") -> None:
     """Serve by expert parallelism: ranks in lockstep behind one endpoint."""
     from moetool.cli.parallel import serve_parallel
 
-    if given := [name for name, is_given in command.refused.items() if is_given]:
-        raise UsageError(f"{given[0]} has no effect with --cluster: the plan places the experts; leave it out")
-    serve_parallel(command)
+    serve_parallel(command, where)
 
 
-MODES: dict[str, Callable[[ClusterCommand], None]] = {"edge": _edge, "ep": _ep}
+MODES: dict[str, Callable[[ClusterCommand, "ClusterAddress"], None]] = {"edge": _edge, "ep": _ep}
 """Values of `--mode`."""
 
 

@@ -1,9 +1,16 @@
 """Arguments of `moetool serve --cluster`, before its mode is known."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from moetool.base.errors import UsageError
+
+if TYPE_CHECKING:
+    from moetool.base.types import Cluster
+    from moetool.cluster.launch import ClusterAddress
+    from moetool.placement.plan import PlacementPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,3 +35,19 @@ class ClusterCommand:
     refused: Mapping[str, bool]
     predictor: Path | None = None
     profile: Path | None = None
+
+    def plan_for(
+        self, where: "ClusterAddress", processes: str, names_of: "Callable[[Cluster], Sequence[str]]"
+    ) -> "PlacementPlan":
+        """The placement plan. Raises: UsageError: `where` starts another number of processes than the plan names."""
+        from moetool.placement.plan import PlacementPlan
+
+        assert self.plan is not None
+        plan = PlacementPlan.load(self.plan)
+        names = names_of(plan.cluster)
+        if where.count not in (None, len(names)):
+            raise UsageError(
+                f"--cluster {self.cluster} starts {where.count} {processes}, and the plan is for {len(names)}: "
+                f"{', '.join(names)}; write local:{len(names)}, or plan for another cluster"
+            )
+        return plan

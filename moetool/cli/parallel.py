@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from moetool.base import garbage, tables
 from moetool.base.config import parse
-from moetool.base.errors import UsageError
 from moetool.cli.cluster_command import ClusterCommand
 from moetool.cli.cluster_logs import folder_name, log_location, open_folder
 
@@ -14,18 +13,15 @@ if TYPE_CHECKING:
     from moetool.cluster.launch import ClusterAddress
 
 
-def serve_parallel(command: ClusterCommand) -> None:
+def serve_parallel(command: ClusterCommand, where: "ClusterAddress") -> None:
     """Serve a model on ranks in lockstep until an interruption.
 
     Raises:
-        UsageError: no plan, another number of ranks than the plan has GPUs, or an option without effect here.
+        UsageError: another number of ranks than the plan has GPUs, or an unknown option.
     """
-    from moetool.cluster.launch import parse_where, prepare
+    from moetool.cluster.launch import prepare
     from moetool.cluster.ray_launch import head_address
 
-    where = parse_where(command.cluster)
-    if command.plan is None:
-        raise UsageError("--cluster needs a placement plan; give --plan FILE, made with: moetool plan placement")
     toward = head_address(where.address)  # before imports that take seconds
     with contextlib.ExitStack() as stack:
         if fork_server := prepare(where, "moetool.cluster.parallel.rank", 1):  # it imports while this process does
@@ -37,26 +33,18 @@ def _serve(command: ClusterCommand, where: "ClusterAddress", toward: str, fork_s
     from moetool.cluster.parallel.rank_launch import RankProcesses
     from moetool.cluster.parallel.startup import open_head, rank_names, read_settings
     from moetool.costing.costs import CostProfile
-    from moetool.placement.plan import PlacementPlan
     from moetool.serving import server
     from moetool.serving.server_options import ServerOptions
     from moetool.serving.status_line import status_line
 
-    assert command.plan is not None
-    plan = PlacementPlan.load(command.plan)
-    num_ranks = len(plan.cluster.gpus)
-    if where.count not in (None, num_ranks):
-        raise UsageError(
-            f"--cluster {command.cluster} starts {where.count} ranks, and the plan is for {num_ranks} GPUs; write "
-            f"local:{num_ranks}, or plan for another cluster"
-        )
+    plan = command.plan_for(where, "ranks", rank_names)
+    names = rank_names(plan.cluster)
     rest = dict(command.values)
     allowed = parse(ServerOptions, rest.pop("server", {}), "--set server")
     if command.predictor is not None:
         rest["predictors"] = [str(command.predictor), *rest.get("predictors", ())]
         rest.setdefault("placement", "proactive")
     options, ranks = read_settings(rest)
-    names = rank_names(plan.cluster)
     sock = server.bind(command.host, command.port)
     with contextlib.ExitStack() as stack:
         stack.callback(sock.close)
@@ -70,7 +58,7 @@ def _serve(command: ClusterCommand, where: "ClusterAddress", toward: str, fork_s
             narrate=lambda line: tables.narrate(f"moetool: {line}"),
         )
         stack.callback(head.close)
-        tables.narrate(f"moetool: starting {num_ranks} ranks{log_location(folder, where.count)}")
+        tables.narrate(f"moetool: starting {len(names)} ranks{log_location(folder, where.count)}")
         head.start()
         garbage.as_usual()
         for name, held in zip(names, head.stats()["experts_held"], strict=True):

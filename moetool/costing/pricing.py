@@ -169,10 +169,7 @@ class Prices:
             MismatchError: experts were not measured on the host.
         """
         if self._host_expert is None:
-            raise MismatchError(
-                "the profile has no costs of experts on the cpu, where the policy computes some; measure them with: "
-                "moetool profile"
-            )
+            raise _no_host_costs()
         self.experts(event)
         return self._host_expert[self._tokens[key]]
 
@@ -196,10 +193,7 @@ class Prices:
         if self.host_is_device:
             return None
         if self._host is None or self._host_expert is None or not self._host_expert[1]:
-            raise MismatchError(
-                "the profile has no costs of experts on the cpu, which computes misses; measure them with: "
-                "moetool profile"
-            )
+            raise _no_host_costs()
         on_disk = self.options.tier == "disk"
         load_s = self.load_ns("pinned" if on_disk else self.options.tier, 0) / 1e9
         return SplitCosts(
@@ -277,6 +271,12 @@ def _prediction(profile: CostProfile, options: TimelineOptions) -> Callable[[flo
         return profile.predictor
     seconds = options.prediction_ms / 1e3
     return lambda tokens: seconds
+
+
+def _no_host_costs() -> MismatchError:
+    return MismatchError(
+        "the profile has no costs of experts on the cpu, which computes some; measure them with: moetool profile"
+    )
 
 
 def _refuse_prediction(tokens: float) -> float:

@@ -322,7 +322,7 @@ def plan_migration(
                 f"the old plan has {slots[0]} slots of each layer on a GPU, the new one {slots[1]}; plan both with "
                 f"--slots-per-gpu {slots[0]}"
             )
-        raise MismatchError("the two plans are for different clusters; plan both for one with: moetool plan placement")
+        old.require_cluster(new.cluster, "the old plan")
     demand.spec.require_same(new.spec, "the trace", "the plan")
     latency = latency or unit_latency(new.cluster)
     priced = latency.unit == "s"

@@ -9,7 +9,7 @@ import numpy as np
 
 from moetool.base import validation as check
 from moetool.base.artefact import Artefact
-from moetool.base.errors import CapacityError
+from moetool.base.errors import CapacityError, MismatchError
 from moetool.base.types import Cluster, ModelSpec
 from moetool.placement.demand import STARTS
 
@@ -82,6 +82,11 @@ class PlacementPlan(Artefact):
         """Raise MismatchError if the plan is of another model than `spec`; else as `validate`."""
         spec.require_same(self.spec, "the model", "the plan")
         self.validate()
+
+    def require_cluster(self, cluster: Cluster, whose: str) -> None:
+        """Raises: MismatchError: the plan, called `whose`, is for another cluster."""
+        if self.cluster != cluster:
+            raise MismatchError(f"{whose} is for another cluster; plan for this one with: moetool plan placement")
 
     def validate(self) -> None:
         """Refuse an invalid plan.

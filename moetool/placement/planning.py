@@ -62,10 +62,7 @@ class Setting:
     machine: str | None = None
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise UsageError(f"--set seed: found {self.seed}, expected a whole number, 0 or more")
-        if self.value_bytes < 1:
-            raise UsageError(f"--set value_bytes: found {self.value_bytes}, expected a whole number above 0")
+        config.require_within(self, "--set ", seed=config.Span(0), value_bytes=config.Span(1))
         if self.profile is not None and self.machine is not None:
             raise UsageError("--profile and --machine both give costs, expected one of them")
 
@@ -363,7 +360,7 @@ def _split_demands(
     sides = {"planned on": uses, **({"held out": held_out(uses)} if split < 1 else {})}
     for name, chosen in sides.items():
         if not any(chosen(server, place) for server, trace in traces.items() for place in range(len(trace.requests))):
-            raise UsageError(f"--split {split} leaves no request {name}, expected some; give longer traces")
+            raise UsageError(f"--split {split} leaves no request {name}; give another --split, or longer traces")
     return {name: read_demand(traces, cluster, chosen, **how) for name, chosen in sides.items()}
 
 

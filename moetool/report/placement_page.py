@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from moetool.base import tables
-from moetool.base.errors import MismatchError
 from moetool.base.tables import TextTable, significant
 from moetool.base.types import Cluster
 from moetool.placement.demand import read_demand
@@ -39,11 +38,7 @@ def measure(
     named = [("after" if before else plan.planner, plan)]
     if before is not None:
         plan.spec.require_same(before.spec, "the plan", "the earlier plan")
-        if plan.cluster != before.cluster:
-            raise MismatchError(
-                "the earlier plan is for another cluster with other links; plan for this one with: "
-                "moetool plan placement"
-            )
+        before.require_cluster(plan.cluster, "the earlier plan")
         named.insert(0, ("before", before))
     if not traces:
         return [Placed(name=name, plan=one) for name, one in named], None

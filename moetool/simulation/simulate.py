@@ -262,8 +262,7 @@ def simulate(
         placed_GLE = planner.place(chosen.planner, problem, own_options)
     else:
         spec.require_same(inputs.plan.spec, "the traces", "the plan")
-        if inputs.plan.cluster != cluster:
-            raise MismatchError("the plan is for another cluster; plan for this one with: moetool plan placement")
+        inputs.plan.require_cluster(cluster, "the plan")
         placed_GLE = inputs.plan.placed_GLE
     placing(1, 1)
     decisions = PlacementDecisions(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moetool.base.config import Span, require_within
 from moetool.base.errors import MismatchError, UsageError
 from moetool.base.types import Cluster, ModelSpec
 from moetool.costing.costs import CostProfile
@@ -32,9 +33,7 @@ class AssumedCosts:
     expert_token_s: float = 1e-6
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"--set {name}: found {getattr(self, name)}, expected seconds, 0 or more")
+        require_within(self, "--set ", **dict.fromkeys(self.__dataclass_fields__, Span(0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

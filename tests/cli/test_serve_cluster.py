@@ -45,7 +45,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_plan_of_the_wrong_kind(refused: Callable[..., str], plan: Path, tmp_path: Path) -> None:
     line = refused(2, "reference", "--plan", plan)
-    assert "is a placement plan" in line and "--cluster local:N" in line
+    assert "is a placement plan" in line and "--cluster local:3" in line
     cache = tmp_path / "cache.json"
     cache.write_text('{"kind": "cache_plan", "schema_version": 1}')
     line = refused(3, "reference", "--plan", cache, "--cluster", "local:3")

@@ -40,7 +40,7 @@ def refused(
 
 def test_what_does_not_fit_the_plan(refused: Callable[..., tuple[int, str]]) -> None:
     code, line = refused(cluster="local:2")
-    assert code == 2 and "starts 2 ranks, and the plan is for 3 GPUs; write local:3" in line
+    assert code == 2 and "starts 2 ranks, and the plan is for 3: s0, s1, s2; write local:3" in line
     code, line = refused("--policy", "lru")
     assert code == 2 and "--policy has no effect with --cluster" in line
 

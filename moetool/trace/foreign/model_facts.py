@@ -5,7 +5,7 @@ Shape letter of files that have a row for every layer of the model: H hidden lay
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -214,6 +214,15 @@ def _span(values: Sequence[int]) -> str:
     return ", ".join(map(str, values)) or "none"
 
 
+def require_dense(path: object, used_H: np.ndarray, layers: Collection[int]) -> None:
+    """Raises: MismatchError: a layer beyond `layers`, those with experts, has some."""
+    for layer in np.flatnonzero(used_H):
+        if layer not in layers:
+            raise MismatchError(
+                f"{path}: layer {layer} has experts, expected none; name the layers that do with {SAY_LAYERS}"
+            )
+
+
 def without_dense(path: object, experts_THK: np.ndarray, layers: Sequence[int], empty: int = 0) -> np.ndarray:
     """Return experts_TS of the layers that have experts.
 
@@ -223,11 +232,7 @@ def without_dense(path: object, experts_THK: np.ndarray, layers: Sequence[int], 
     Raises:
         MismatchError: another layer has experts.
     """
-    for layer in sorted(set(range(experts_THK.shape[1])) - set(layers)):
-        if (experts_THK[:, layer] != empty).any():
-            raise MismatchError(
-                f"{path}: layer {layer} has experts, expected none; name the layers that do with {SAY_LAYERS}"
-            )
+    require_dense(path, (experts_THK != empty).any(axis=(0, 2)), layers)
     return experts_THK[:, list(layers)].reshape(len(experts_THK), -1)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from moetool.base.errors import MismatchError
+from moetool.trace.foreign.model_facts import require_dense
 from moetool.trace.foreign.torch_file import array
 
 
@@ -85,11 +86,6 @@ def counts_without_dense(path: object, counts_WHE: np.ndarray, layers: tuple[int
     Raises:
         MismatchError: a layer given as dense has tokens.
     """
-    for layer in sorted(set(range(counts_WHE.shape[1])) - set(layers)):
-        if counts_WHE[:, layer].any():
-            raise MismatchError(
-                f"{path}: layer {layer} has tokens, expected none; name the layers with experts with --set model=PATH, "
-                f"first_k_dense=N or moe_layers=1..26"
-            )
+    require_dense(path, np.any(counts_WHE, axis=(0, 2), keepdims=True).ravel(), layers)
     counts_WLE = counts_WHE[:, list(layers)]
     return counts_WLE[counts_WLE.any(axis=(1, 2))]

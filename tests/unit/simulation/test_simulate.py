@@ -296,7 +296,7 @@ def test_what_makes_no_sense_is_refused(world: SimulationInputs) -> None:
         ({"seats": 0}, "seats is 0, expected at least 1"),
         ({"admission": "round"}, "did you mean 'rounds'"),
         ({"decay": 2.0}, "decay"),
-        ({"dense_s": -1.0}, "dense_s: found -1"),
+        ({"dense_s": -1.0}, "dense_s is -1"),
     ):
         with pytest.raises(UsageError, match=message):
             read_settings(settings)

@@ -306,7 +306,7 @@ def test_stat_and_per_pass_become_counts(tmp_path: Path) -> None:
     refused("pass 70 of rank 0 again", [files[0], files[0]], "sglang_per_pass", {**SHAPE, "top_k": TOP_K})
     refused("leave out --as and --set task", stat, "sglang_stat", {**SHAPE, "task": "law"})
     refused("layer 0 is all zero", stat, "sglang_stat", {**SHAPE, "top_k": 2, "first_k_dense": 0})
-    refused("layer 1 has tokens, expected none", stat, "sglang_stat", {**SHAPE, "top_k": 2, "first_k_dense": 2})
+    refused("layer 1 has experts, expected none", stat, "sglang_stat", {**SHAPE, "top_k": 2, "first_k_dense": 2})
     refused(
         "num_experts 8 in each of 3 layers, expected 9", stat, "sglang_stat", {**SHAPE, "top_k": 2, "num_experts": 9}
     )
