@@ -154,12 +154,9 @@ def cpu_has_tiles() -> bool:
     return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
-@functools.cache
 def cpu_has_slow_pairs() -> bool:
-    """Whether pair products of `avx512_bf16` take longer than two products in float32: on Intel's processors."""
-    import llvmlite.binding
-
-    return not llvmlite.binding.get_host_cpu_name().startswith("znver")
+    """Whether pair products of `avx512_bf16` take longer than two products in float32: on all but AMD's processors."""
+    return not has_features("sse4a")  # which AMD alone has
 
 
 def _require_sound(kind: RowKind, multiply: PoolCall) -> None:

@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
-from moetool.kernels.cpu import matmul
-from moetool.kernels.cpu.kinds import GGML_KINDS, RowKind
+from moetool.kernels.cpu import matmul, tiles
+from moetool.kernels.cpu.kinds import BFLOAT16, GGML_KINDS, RowKind
 from moetool.kernels.cpu.matmul import (
     MAX_ROWS,
     MAX_SCALED_ROWS,
@@ -66,8 +66,12 @@ def test_a_row_is_the_same_in_any_batch(threads: int) -> None:
 
 
 @pytest.mark.skipif(cpu_has_tiles(), reason="the tiles of AMX add pairs of products in another order")
-@pytest.mark.parametrize("count", [16, 40])
-def test_sums_add_the_odd_input_of_a_pair_first(count: int) -> None:
+@pytest.mark.parametrize("slow_pairs", [False, True])
+def test_sums_add_the_odd_input_of_a_pair_first(slow_pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 40
+    monkeypatch.setattr(tiles, "cpu_has_slow_pairs", lambda: slow_pairs)
+    multiply = find_tiles.__wrapped__(BFLOAT16)
+    monkeypatch.setattr(matmul, "find_tiles", lambda kind: multiply)
     x, weight = _rows(count), _weight()
     sums = torch.zeros(count, OUTPUTS)
     for first in range(0, INPUTS, 2):
