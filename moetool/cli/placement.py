@@ -63,8 +63,8 @@ SlotsPerGpu = Annotated[
     int | None,
     typer.Option(
         "--slots-per-gpu",
-        help="Slots of each layer on every GPU (default with --for: those of --current, else the fewest within 5 % of "
-        "the best balance; without: as memory allows).",
+        help="Slots of each layer on every GPU (default with --for: the fewest within 5 % of the best balance, in plan "
+        "compare those of --current; without: as memory allows).",
     ),
 ]
 Redundant = Annotated[

@@ -287,6 +287,14 @@ def _added_bytes(in_force: InForce, new_GLE: np.ndarray) -> np.ndarray:
     return copies_GL @ np.array(in_force.spec.expert_bytes_L)
 
 
+def _without_memory(cluster: Cluster) -> Cluster:
+    servers = [
+        replace(server, gpus=tuple(replace(gpu, memory_bytes=gpu.reserved_bytes + 1) for gpu in server.gpus))
+        for server in cluster.servers
+    ]
+    return replace(cluster, servers=tuple(servers))
+
+
 def plan_migration(
     old: PlacementPlan,
     new: PlacementPlan,
@@ -317,12 +325,12 @@ def plan_migration(
     new.spec.require_same(old.spec, "the new plan", "the old plan")
     if old.cluster != new.cluster:
         slots = [min(one.cluster.slots_G(one.spec.slot_bytes)) // one.spec.num_layers for one in (old, new)]
-        if slots[0] != slots[1]:
+        if _without_memory(old.cluster) == _without_memory(new.cluster) and slots[0] != slots[1]:
             raise MismatchError(
                 f"the old plan has {slots[0]} slots of each layer on a GPU, the new one {slots[1]}; plan both with "
                 f"--slots-per-gpu {slots[0]}"
             )
-        old.require_cluster(new.cluster, "the old plan")
+        raise MismatchError("the two plans are for different clusters; plan both for one with: moetool plan placement")
     demand.spec.require_same(new.spec, "the trace", "the plan")
     latency = latency or unit_latency(new.cluster)
     priced = latency.unit == "s"

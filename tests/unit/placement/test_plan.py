@@ -339,7 +339,7 @@ def test_whether_a_migration_pays_is_decided_in_seconds(tmp_path: Path) -> None:
     other = replace(new, cluster=replace(cluster, links=(Link(between=("s0", "s1"), bytes_s=1.0),)))
     with refused(MismatchError, "different", "clusters"):
         plan_migration(old, other, problem.demand, horizon_tokens=1)
-    larger = replace(new, cluster=make_cluster([[9], [9]], slot_bytes=spec.slot_bytes))
+    larger = replace(new, cluster=replace(cluster, servers=make_cluster([[9], [9]]).servers))
     with refused(MismatchError, "--slots-per-gpu", "9"):
         plan_migration(old, larger, problem.demand)
 
