@@ -40,14 +40,14 @@ def kept_costs(loaded: LoadedModel, kind: type[T], facts: Mapping[str, Any], mea
     except FileNotFoundError:
         pass
     except (MoetoolError, OSError) as error:
-        _LOG.warning("costs of link and host are measured again: %s", first_line(error))
+        _LOG.warning("costs are measured again: %s", first_line(error))
     costs = measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         values = asdict(costs)  # type: ignore[call-overload]
         durable.write_text(path, json.dumps({"measured_on": facts, "costs": values}, indent=1) + "\n")
     except (MoetoolError, OSError) as error:
-        _LOG.warning("costs of link and host are not kept: %s", error)
+        _LOG.warning("measured costs are not kept: %s", error)
     return costs
 
 

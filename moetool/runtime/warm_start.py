@@ -72,7 +72,7 @@ def prefix_file(spec: ModelSpec, dtype: object, device: object) -> Path:
 
 
 def costs_file(spec: ModelSpec, digest: str) -> Path:
-    """The file in the cache folder that keeps costs measured with a model; `moetool.runtime.split_costs` writes it."""
+    """The file in the cache folder that keeps costs measured with a model; `moetool.runtime.kept_costs` writes it."""
     return cache_folder() / f"{_name(spec)}-{digest}{_COSTS_SUFFIX}"
 
 

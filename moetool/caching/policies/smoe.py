@@ -114,6 +114,8 @@ class Policy(policy.Policy):
         """Choose `resident` where the loads of a layer's misses take longer than the forward that they hide."""
         if options.get("predict_from", "auto") != "auto" or not options.get("prefetch", True):
             return options
+        if num_slots >= spec.total_experts:  # nothing is missing
+            return {**options, "predict_from": "ahead"}
         if (measured := costs()) is None:
             return options
         missing = max(spec.top_k_L) * (1 - num_slots / spec.total_experts)

@@ -62,6 +62,8 @@ def _measured(loaded: LoadedModel) -> PartialCosts:
     Raises:
         UsageError: this model cannot run them.
     """
+    if len(loaded.layers) < 2:
+        raise UsageError("the model has one MoE layer, so no next router")
     if own_cache(loaded.model.config.get_text_config()):
         raise UsageError("each request of this family runs its own forward")
     tried = _AttendedForward(loaded)
