@@ -117,7 +117,9 @@ def bench_rivals(
             "memory_bytes_s": 0.0,
         }
         if any(options.shares):
-            made.facts["disk_bytes_s"] = disk_rates(path if path.is_dir() else path.parent)[0]
+            rate, _, origin = disk_rates(path if path.is_dir() else path.parent)
+            if not origin.startswith("assumed"):
+                made.facts["disk_bytes_s"] = rate
         for share in options.shares:
             cells = [Cell(engine, int(share * model_bytes) or None) for engine in engines]
             for group in [cells] if options.alternate else [[cell] for cell in cells]:
