@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-from moetool.base.config import Span, require_within
 from moetool.base.errors import UsageError
 from moetool.serving.live_page import HEADERS, PAGE
 from moetool.serving.origins import OriginRules
@@ -34,7 +33,8 @@ class DashboardOptions:
     port: int | None = None
 
     def __post_init__(self) -> None:
-        require_within(self, "dashboard.", port=Span(-1, 2**16 - 1))
+        if self.port is not None and not -1 <= self.port < 2**16:
+            raise UsageError(f"--set dashboard.port: found {self.port}, expected 0 to 65535, or -1 for no page")
 
 
 class Dashboard:

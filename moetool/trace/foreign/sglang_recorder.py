@@ -86,6 +86,6 @@ def counts_without_dense(path: object, counts_WHE: np.ndarray, layers: tuple[int
     Raises:
         MismatchError: a layer given as dense has tokens.
     """
-    require_dense(path, np.any(counts_WHE, axis=(0, 2), keepdims=True).ravel(), layers)
+    require_dense(path, np.asarray(counts_WHE.any(axis=(0, 2))), layers)
     counts_WLE = counts_WHE[:, list(layers)]
     return counts_WLE[counts_WLE.any(axis=(1, 2))]
