@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from moetool import __version__
-from moetool.base.config import SHARE, Span, require_within
-from moetool.base.errors import CapacityError, MismatchError
+from moetool.base.config import Span, require_within
+from moetool.base.errors import CapacityError, MismatchError, UsageError
 from moetool.base.tables import count, numbered
 from moetool.base.types import ModelSpec
 from moetool.capture.composition import Composition, compose
@@ -65,7 +65,9 @@ class CaptureOptions:
     data: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        require_within(self, ahead=Span(1), resident=SHARE, batch_size=Span(1), max_new_tokens=Span(0))
+        require_within(self, ahead=Span(1), batch_size=Span(1), max_new_tokens=Span(0))
+        if not 0 < self.resident <= 1:
+            raise UsageError(f"resident is {self.resident}, expected a share of a layer's experts: above 0, up to 1")
 
 
 class Item(NamedTuple):
