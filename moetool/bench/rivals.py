@@ -94,6 +94,8 @@ def bench_rivals(
         gguf: the same weights for llama.cpp.
         llama_server: path of llama-server (default: found on PATH).
         file: see `BenchResult`.
+
+    Effects: with limited memory, writes 64 MB beside the model for a moment, to measure its disk.
     """
     with Checkpoint.open(model) as checkpoint:
         import torch
@@ -160,11 +162,8 @@ def memory_bandwidth(threads: int, num_bytes: int = 2**29, rounds: int = 12) -> 
 def tables(made: BenchResult) -> Iterator[Any]:
     """One table, a row per measured cell, and why others were not measured."""
     facts = made.facts
-    bound, layers, disk = (
-        facts["bound_tokens_s"],
-        facts.get("layers"),
-        facts.get("disk_bytes_s"),
-    )  # files of earlier versions lack layers
+    bound, layers = facts["bound_tokens_s"], facts.get("layers")  # files of earlier versions lack layers
+    disk = facts.get("disk_bytes_s")
     yield table(
         f"{facts['model']}, {made.options['threads']} threads",
         [row for row in made.rows if "why" not in row],

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 
+from moetool.base.errors import MoetoolError
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.loading import LoadedModel
 from moetool.runtime.experts.binding import bind_experts
@@ -23,6 +24,9 @@ def layer_seconds(loaded: LoadedModel) -> float:
     context the fastest counts: other processes only add.
 
     Effects: binds the model's experts to ones that compute nothing; has the model's attention meanwhile.
+
+    Raises:
+        MoetoolError: a step failed.
     """
     absent = _NoExperts()
     bind_experts(loaded, absent)
@@ -37,7 +41,9 @@ def layer_seconds(loaded: LoadedModel) -> float:
             began = time.perf_counter()
             (output,) = batcher.step()
             if output.finish == "error":
-                raise RuntimeError(output.error)
+                raise MoetoolError(
+                    f"the device's time of a layer cannot be measured ({output.error}); serve with host_compute=off"
+                )
             seconds.append(time.perf_counter() - began)
     finally:
         batcher.close()

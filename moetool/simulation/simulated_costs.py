@@ -33,7 +33,7 @@ class AssumedCosts:
     expert_token_s: float = 1e-6
 
     def __post_init__(self) -> None:
-        require_within(self, "--set, in seconds: ", **dict.fromkeys(self.__dataclass_fields__, Span(0)))
+        require_within(self, "--set ", **dict.fromkeys(self.__dataclass_fields__, Span(0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
