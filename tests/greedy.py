@@ -70,13 +70,8 @@ def served(
     max_tokens: int = 6,
     host_experts: int | None = None,
     products: bool = True,
-    check_bytes: bool = True,
 ) -> list[list[int]]:
-    """Greedy tokens of all prompts with the policy's smallest pool; checks that the stored weights were read.
-
-    Args:
-        check_bytes: whether every read takes the bytes of an expert; identity experts have none.
-    """
+    """Greedy tokens of all prompts with the policy's smallest pool; checks that the stored weights were read."""
     loaded = load_lazy(Checkpoint.open(path), torch.float32, products=products)
     files, spec = loaded.files, loaded.spec
     assert files is not None
@@ -101,7 +96,7 @@ def served(
                 runtime.end_forward()
         stats = store.stats
         stored = set(spec.expert_bytes_L)
-        if check_bytes and len(stored) == 1:
+        if len(stored) == 1:
             (each,) = stored
             assert stats.bytes_read == stats.reads * each and stats.host_bytes == stats.host_hits * each
         assert stats.reads > slots

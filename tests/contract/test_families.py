@@ -335,7 +335,7 @@ def _decode(
             for output in batcher.step():
                 assert output.error is None, output.error
             runtime.end_forward()
-        assert tries is None or (store.stats.retried > 0 and min(tries.values()) > 1)
+        assert tries is None or (store.stats.retried == len(tries) > 0 and min(tries.values()) > 1)
     return made, logits
 
 

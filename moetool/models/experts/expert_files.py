@@ -241,6 +241,10 @@ class ExpertFiles:
         self.num_layouts = 1 if alike else len(self._layouts)
         self._scratch = threading.local()
 
+    def has_weights(self, key: int) -> bool:
+        """Whether an expert has weights to load; others return their input."""
+        return key in self.reads
+
     def read_stored(self, key: int, memory: torch.Tensor) -> int:
         """Read the expert `key` into memory (uint8 [stored_bytes]).
 
@@ -264,7 +268,7 @@ class ExpertFiles:
         layout, form = self._layouts[number], self._forms[number]
         if form is None:
             slot[: layout.num_bytes].copy_(memory[: layout.num_bytes])
-        elif key in self.reads:
+        elif self.has_weights(key):
             form.fill(layout, memory, slot)
 
     def read_into(self, key: int, slot: torch.Tensor) -> int:

@@ -141,10 +141,12 @@ class ExpertStore:
     def load(self, key: int, slot: int, prefetch: bool) -> None:
         """Start to load expert `key` into `slot`; on-demand loads go ahead of prefetches.
 
-        The slot's former expert must be computed already (`computed`), or not be needed.
+        The slot's former expert must be computed already (`computed`), or not be needed. It stays if `key` has no
+        weights.
         """
         if prefetch:
-            self._enqueue(self._replace(key, slot, prefetch))
+            if self.files.has_weights(key):
+                self._enqueue(self._replace(key, slot, prefetch))
         else:
             self.load_together([(key, slot)])
 
@@ -154,13 +156,15 @@ class ExpertStore:
         If the host memory is full, experts read last are evicted first.
         """
         with self._lock:
-            self._ahead.extend(keys)
+            self._ahead.extend(filter(self.files.has_weights, keys))
             self._queued.notify_all()
 
     def load_together(self, loads: Sequence[tuple[int, int]]) -> None:
         """Load each (key, slot) on demand; experts in host memory share one batch of copies and one mark."""
         held: list[tuple[_Job, Buffer]] = []
         for key, slot in loads:
+            if not self.files.has_weights(key):
+                continue
             job = self._replace(key, slot, prefetch=False)
             measured = self.meter is not None and self.meter.due()
             at_once = self.copies.staged and job.after is None and not measured
@@ -182,7 +186,7 @@ class ExpertStore:
             self._finished.notify_all()
 
     def ready(self, key: int, slot: int) -> tuple[Weight, ...]:
-        """Return the weights of expert `key` in `slot` (`ExpertFiles.views`).
+        """Return the weights of expert `key` in `slot` (`ExpertFiles.views`); () if it has none.
 
         Waits until its bytes are read; if they are still being copied, the device's next computation waits. A failed
         read is tried once more. A slot that does not hold the program's expert (no load was requested, or an earlier
@@ -194,6 +198,8 @@ class ExpertStore:
         job = self._jobs[slot]
         if job is not None and job.key == key and job.done and job.copied is None and job.error is None:
             return self._views[self.files.layout_of(key)][slot]
+        if not self.files.has_weights(key):
+            return ()
         if job is None or job.key != key:
             job = self._replace(key, slot, prefetch=False)
         if job.prefetch and not (job.done and self.copies.passed(job.copied)):
@@ -217,6 +223,8 @@ class ExpertStore:
 
     def holds(self, key: int, slot: int) -> bool:
         """Whether the slot holds the complete expert, so that no computation with it waits."""
+        if not self.files.has_weights(key):
+            return True
         job = self._jobs[slot]
         here = job is not None and job.key == key and job.done and job.error is None
         return here and self.copies.passed(job.copied)  # type: ignore[union-attr]

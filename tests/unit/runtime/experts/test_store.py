@@ -42,11 +42,15 @@ class _Files:
         self.gate = threading.Event()
         self.gate.set()
         self.failures: dict[int, int] = {}
+        self.weightless: set[int] = set()
         self.reads: list[int] = []
         self.begun: list[int] = []
 
     def layout_of(self, key: int) -> int:
         return 0
+
+    def has_weights(self, key: int) -> bool:
+        return key not in self.weightless
 
     def read_stored(self, key: int, slot: torch.Tensor) -> int:
         self.begun.append(key)
@@ -140,6 +144,21 @@ def test_a_superseded_prefetch_is_never_read(store: ExpertStore, files: _Files) 
     for slot in range(3):
         assert _holds(store, slot, slot)
     assert 50 not in files.reads
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_an_expert_without_weights_is_neither_read_nor_replaces_another(
+    store: ExpertStore, files: _Files, prefetch: bool
+) -> None:
+    files.weightless = {9, 109}
+    assert _holds(store, 1, 0)
+    store.load(9, 0, prefetch)
+    store.load(109, 1, prefetch)
+    store.load(2, 2, prefetch)
+    eventually(lambda: 2 in files.reads)  # loads begin in order, so reads of 9 and 109 would have begun before
+    assert all(store.holds(key, slot) for key, slot in ((9, 0), (109, 1), (1, 0)))
+    assert store.ready(9, 0) == store.ready(109, 1) == ()
+    assert files.begun == [1, 2] and store.stats.reads == 2
 
 
 def test_a_load_waits_for_the_write_that_is_under_way(store: ExpertStore, files: _Files) -> None:
