@@ -11,6 +11,7 @@ import pytest
 
 from moetool.costing.costs import CostProfile
 from tests.command_line import exit_code
+from tests.servers import PATIENCE_S
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
@@ -55,5 +56,5 @@ def test_a_peer_listens_on_this_machine_until_interrupted() -> None:
         line = process.stderr.readline()
         assert "listening on 127.0.0.1:" in line
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
         assert process.stderr.read() == ""

@@ -12,7 +12,7 @@ import pytest
 
 from moetool.serving.server_options import ServerOptions
 from tests.scripted_engine import ScriptedEngine
-from tests.servers import client_of, connect, eventually, get, post, serving
+from tests.servers import PATIENCE_S, client_of, connect, eventually, get, post, serving
 
 REPLY = "Hello 🙂 你好, world."
 
@@ -546,5 +546,5 @@ def test_a_second_interruption_stops_at_once() -> None:
         server.interrupt()
         server.interrupt()
         with pytest.raises(openai.InternalServerError, match="the server was stopped"):
-            running.result(timeout=10)
+            running.result(timeout=PATIENCE_S)
         eventually(lambda: engine.cancelled == [1])

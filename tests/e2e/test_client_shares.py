@@ -146,9 +146,10 @@ def test_a_preempted_answer_of_a_model_is_the_same(more: dict[str, Any]) -> None
 
         threads = [threading.Thread(target=ask(asked, "long")) for _ in range(3)]
         threads += [threading.Thread(target=ask({**asked, "max_tokens": 20}, "short")) for _ in range(2)]
-        for thread in threads:
+        for number, thread in enumerate(threads):
+            if number == 3:  # the long answers have begun
+                eventually(lambda: json.loads(get(url, "/stats")[2])["server"]["choices_in_engine"] >= 2)
             thread.start()
-            time.sleep(0.1)
         for thread in threads:
             thread.join()
         assert all(status == 200 for _, (status, _) in answers)

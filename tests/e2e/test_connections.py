@@ -16,7 +16,7 @@ from moetool.base.errors import UsageError
 from moetool.serving import connections
 from moetool.serving.server_options import ServerOptions
 from tests.scripted_engine import ScriptedEngine
-from tests.servers import connect, eventually, get, post, serving
+from tests.servers import PATIENCE_S, connect, eventually, get, post, serving
 
 ASK: dict[str, Any] = {"model": "reference", "prompt": "hello", "temperature": 0, "max_tokens": 20}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -33,7 +33,7 @@ def url() -> Iterator[str]:
 
 def _open(url: str) -> socket.socket:
     parts = urlsplit(url)
-    return socket.create_connection((parts.hostname or "", parts.port or 0), timeout=15)
+    return socket.create_connection((parts.hostname or "", parts.port or 0), timeout=PATIENCE_S)
 
 
 def _all(sock: socket.socket) -> bytes:
@@ -68,10 +68,13 @@ def _request(body: bytes, *headers: str) -> bytes:
 
 
 def test_a_flood_of_idle_connections_makes_room(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    admit, asked, idle = connections.Connections.admit, list[Any](), list[socket.socket]()
     monkeypatch.setattr(connections, "NEW_S", 0.1)
-    idle: list[socket.socket] = []
+    monkeypatch.setattr(connections.Connections, "admit", lambda *of: asked.append(of) or admit(*of))
     for _ in range(4):  # more than there is room for, again and again, and every request is answered at once
+        known = len(asked)
         idle += [_open(url) for _ in range(8)]
+        eventually(lambda known=known: len(asked) == known + 8)
         time.sleep(0.2)
         assert post(url, "/v1/completions", ASK)[0] == 200
     assert _all(idle[0]) == b""  # the eldest was closed

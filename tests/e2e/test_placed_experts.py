@@ -409,7 +409,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_call(well_again: Nodes, baseline: A
         calls.append(message.call)
         if len(calls) == 9:
             threading.Thread(target=nodes[1].listener.close).start()
-            time.sleep(0.1)
+            eventually(lambda: nodes[0].meter.total["failed_calls"] > before.get("failed_calls", 0))
 
     nodes[1].on_call = die
     _check(nodes, baseline)
@@ -421,14 +421,14 @@ def test_a_peer_that_dies_in_the_middle_of_a_call(well_again: Nodes, baseline: A
 def test_a_slow_peer_is_given_up_for_a_replica(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
     nodes.arrange([_third(0), REST, REST])
-    nodes[0].experts.options = ClusterOptions(call_timeout_s=0.2, hedge_s=0.0)
+    nodes[0].experts.options = ClusterOptions(call_timeout_s=1.0, hedge_s=0.0)
     nodes[0].peers.distance = (0.0, 1.0, 2.0)  # the slow one is nearer
-    nodes[1].on_call = lambda message: time.sleep(0.4)
+    nodes[1].on_call = lambda message: time.sleep(2.0)
     before = dict(nodes[0].meter.total)
     began = time.monotonic()
     _check(nodes, baseline)
     failed = nodes[0].meter.total["failed_calls"] - before.get("failed_calls", 0)
-    assert 1 <= failed <= (time.monotonic() - began) / 0.2 + 1
+    assert 1 <= failed <= (time.monotonic() - began) / 1.0 + 1
     assert nodes[0].meter.total["last_resort"] == before.get("last_resort", 0)
 
 

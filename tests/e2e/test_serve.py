@@ -23,7 +23,7 @@ from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from tests.live_page import missing_fields
 from tests.refusals import refused
-from tests.servers import client_of, eventually, get, serving
+from tests.servers import PATIENCE_S, client_of, eventually, get, serving
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello there"]
 
@@ -193,7 +193,7 @@ def _answer(engine: Any, prompt: list[int], max_tokens: int = 8) -> list[Output]
             done.set()
 
     engine.submit(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), sink)
-    assert done.wait(30)
+    assert done.wait(PATIENCE_S)
     return outputs
 
 
@@ -285,7 +285,7 @@ def test_an_engine_that_dies_lets_nobody_wait(reference: Path, tokenizer: Any, m
         monkeypatch.setattr(threading, "excepthook", lambda args: None)
         engine.start()
         with refused(MoetoolError, "sink", "broken"):
-            scored.result(timeout=10)
+            scored.result(timeout=PATIENCE_S)
     eventually(lambda: bool(outputs))
     assert outputs[-1].finish == "error"
     assert engine.state == "failed"

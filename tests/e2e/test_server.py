@@ -14,6 +14,7 @@ import pytest
 from moetool.base.errors import MoetoolError, UsageError
 from moetool.serving.server import bind, url_of
 from tests.refusals import refused
+from tests.servers import PATIENCE_S
 
 PROCESS = """
 import sys
@@ -71,7 +72,7 @@ class Process:
 
     def stream(self) -> http.client.HTTPResponse:
         """A stream whose first event has been read."""
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=20)
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE_S)
         body = {"model": "reference", "prompt": "a", "temperature": 0, "max_tokens": 100, "stream": True}
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -80,7 +81,7 @@ class Process:
 
     def end(self) -> tuple[int, str, str]:
         """Exit code, stdout, stderr."""
-        out, err = self.popen.communicate(timeout=20)
+        out, err = self.popen.communicate(timeout=PATIENCE_S)
         return self.popen.returncode, out, err
 
 

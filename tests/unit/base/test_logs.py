@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from moetool.base import logs, tables
 from moetool.base.errors import UsageError
 from tests.command_line import exit_code
 from tests.refusals import refused
+from tests.servers import eventually
 
 LINE = re.compile(r"\d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR) moetool[.\w]*\[\d+\] .+")
 
@@ -140,17 +142,13 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "LINE_S", 0.01)
+    monkeypatch.setattr(tables, "time", SimpleNamespace(monotonic=float))  # the clock stands at 0
     with tables.progress("reading", 2000) as on_progress:
         on_progress(1000)
-        time.sleep(0.1)
+        eventually(lambda: "moetool: reading: 1,000 of 2,000, 0 s, 0 s left\n" in capsys.readouterr().err)
     with tables.stages() as on_stage:
         on_stage("planning", 1, 1)
-        time.sleep(0.1)
-    lines = capsys.readouterr().err.splitlines()
-    assert (
-        "moetool: reading: 1,000 of 2,000, 0 s, 0 s left" in lines
-        and "moetool: planning: 1 of 1, 0 s, 0 s left" in lines
-    )
+        eventually(lambda: "moetool: planning: 1 of 1, 0 s, 0 s left\n" in capsys.readouterr().err)
     logs.set_verbosity(quiet=True)
     with tables.progress("reading"):
         time.sleep(0.05)

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from moetool.base import tables
+from tests.servers import eventually
 
 COLUMNS = [
     "planner",
@@ -155,10 +156,19 @@ def test_numbers_for_people() -> None:
 def test_a_slow_start_is_said_once_and_only_if_nothing_else_was(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: bool
 ) -> None:
-    monkeypatch.setattr(tables, "LINE_S", 0.05)
+    monkeypatch.setattr(tables, "LINE_S", 0.5 if says else 0.05)
+    narrated = ""
+
+    def narrates() -> bool:
+        nonlocal narrated
+        narrated += capsys.readouterr().err
+        return bool(narrated)
+
     with tables.start_line():
         if says:
             tables.narrate("moetool: at work")
-        time.sleep(0.3)
+            time.sleep(0.6)
+        eventually(narrates)
     time.sleep(0.1)
-    assert capsys.readouterr().err == ("moetool: at work\n" if says else "moetool: starting\n")
+    narrates()
+    assert narrated == ("moetool: at work\n" if says else "moetool: starting\n")

@@ -26,7 +26,7 @@ from moetool.cluster.links import Bucket, Links
 from moetool.cluster.listener import Acceptor, listen
 from moetool.cluster.transport import CallRefused, Channel, Listener
 from tests.identities import authority, identity
-from tests.servers import eventually
+from tests.servers import PATIENCE_S, eventually
 
 CALLER, CALLED = "server-0", "server-1"
 
@@ -55,11 +55,14 @@ def _channel(listener: Listener, caller: Identity | None = None, **options: Any)
     channel.close()
 
 
-def _held(released: threading.Event) -> Callable[[Frame], Frame]:
-    """A handler that keeps calls marked `held` until the event."""
+def _held(released: threading.Event, begun: threading.Event | None = None) -> Callable[[Frame], Frame]:
+    """A handler that keeps calls marked `held` until the event; sets `begun` at the first of them."""
 
     def handle(message: Frame) -> Frame:
-        assert not message.head.get("held") or released.wait(20)
+        if message.head.get("held"):
+            if begun is not None:
+                begun.set()
+            assert released.wait(PATIENCE_S)
         return _echo(message)
 
     return handle
@@ -412,14 +415,14 @@ def test_an_answer_that_one_thread_gives_up_is_received_for_another() -> None:
 
 
 def test_a_channel_that_is_closed_lets_the_thread_that_receives_go() -> None:
-    with _listener() as listener, _channel(listener) as channel:
+    released = threading.Event()
+    with _listener(_held(released)) as listener, _channel(listener) as channel:
         channel.call({}, timeout_s=5).result(5)
-        answer = channel.call({"wait": 0.5}, timeout_s=60)
+        answer = channel.call({"held": True}, timeout_s=PATIENCE_S)
         threading.Timer(0.1, channel.close).start()
-        began = time.monotonic()
         with pytest.raises(LinkError, match="is closed"):
             answer.result(10)
-        assert time.monotonic() - began < 5
+        released.set()
 
 
 def test_a_message_that_comes_in_pieces_is_received_in_several_calls() -> None:
@@ -494,33 +497,37 @@ def test_a_peer_that_says_nothing_and_a_closed_channel_let_nobody_wait() -> None
 
 
 def test_a_listener_is_closed_while_calls_wait() -> None:
-    with _listener() as listener, _channel(listener) as channel:
-        channel.call({}, timeout_s=5).result(5)
-        answer = channel.call({"wait": 0.2}, timeout_s=5)
+    begun, released = threading.Event(), threading.Event()
+    with _listener(_held(released, begun)) as listener, _channel(listener) as channel:
+        answer = channel.call({"held": True}, timeout_s=PATIENCE_S)
         idle = _admitted(listener)
-        time.sleep(0.05)
-        listener.close()
-        assert _is_closed(idle)
+        assert begun.wait(PATIENCE_S)
+        closing = threading.Thread(target=listener.close)
+        closing.start()
         with pytest.raises(LinkError):
             answer.result(5)
+        released.set()
+        closing.join()
+        assert _is_closed(idle)
         idle.close()
 
 
 def test_calls_that_do_not_end_keep_a_listener_from_closing_only_once() -> None:
-    over = threading.Event()
+    over, begun = threading.Event(), list[Frame]()
 
     def wait(message: Frame) -> Frame:
-        over.wait(20)
+        begun.append(message)
+        over.wait(PATIENCE_S)
         return message
 
-    listener = Listener(listen("127.0.0.1"), identity(CALLED), wait, rest_s=0.3)
+    listener = Listener(listen("127.0.0.1"), identity(CALLED), wait, rest_s=2.0)
     channels = [Channel(1, listener.address, identity(CALLER)) for _ in range(5)]
     for channel in channels:
-        channel.call({}, timeout_s=5)
-    time.sleep(0.2)
+        channel.call({}, timeout_s=PATIENCE_S)
+    eventually(lambda: len(begun) == 5)
     began = time.monotonic()
     listener.close()
-    assert time.monotonic() - began < 1.0  # and not a wait for each
+    assert time.monotonic() - began < 6.0  # and not a wait for each
     over.set()
     for channel in channels:
         channel.close()

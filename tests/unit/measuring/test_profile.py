@@ -23,6 +23,7 @@ from moetool.models.files.location import shape_names
 from moetool.models.packed_linear import PackedLinear
 from tests import families, quantized
 from tests.refusals import refused
+from tests.servers import PATIENCE_S
 
 TINY = {
     "model_type": "deepseek_v2",
@@ -63,7 +64,7 @@ def peer() -> Iterator[str]:
     """The address of a link server on this machine."""
     ready: queue.Queue[str] = queue.Queue()
     threading.Thread(target=link.serve, args=("0", ready.put), daemon=True).start()
-    return ready.get(timeout=5)
+    return ready.get(timeout=PATIENCE_S)
 
 
 def _curves(made: CostProfile) -> Iterator[tuple[str, Curve | None]]:
@@ -212,7 +213,7 @@ def test_a_client_that_asks_too_much_is_dropped_and_the_next_one_served(peer: st
 
     host, port = link.parse_peer(peer)
     for header in (b"\xff" * 8, b"abc"):
-        with socket.create_connection((host, port), timeout=5) as client:
+        with socket.create_connection((host, port), timeout=PATIENCE_S) as client:
             client.sendall(header)
             client.shutdown(socket.SHUT_WR)
             assert client.recv(1) == b""

@@ -55,12 +55,12 @@ def reweighted(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]
 
 def refused(folder: Path, says: str) -> None:
     """In one line, in a second, in little memory."""
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(MismatchError, match=says) as caught:
         load_predictor(folder)
     assert "\n" not in str(caught.value)
     assert "train again: moetool train" in str(caught.value)
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
 
 

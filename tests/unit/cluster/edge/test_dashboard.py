@@ -15,6 +15,7 @@ from moetool.serving.live_page import HEADERS, PAGE
 from tests.edge_workers import odds
 from tests.live_page import missing_fields
 from tests.refusals import refused
+from tests.servers import PATIENCE_S
 from tests.unit.cluster.edge.test_scheduler import SPEC, World, planned
 
 
@@ -34,7 +35,7 @@ def page(world: World) -> Iterator[dashboard.Dashboard]:
 
 
 def ask(page: dashboard.Dashboard, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection(page.url.removeprefix("http://"), timeout=5)
+    connection = http.client.HTTPConnection(page.url.removeprefix("http://"), timeout=PATIENCE_S)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     found = answer.status, dict(answer.getheaders()), answer.read()
@@ -83,7 +84,7 @@ def test_nothing_but_get_is_taken(page: dashboard.Dashboard, method: str) -> Non
 )
 def test_one_answer_on_a_connection(page: dashboard.Dashboard, head: bytes, status: bytes) -> None:
     host, port = page.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as sock:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\n" + head + b"\r\nGET /stats HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = b""
         with contextlib.suppress(ConnectionResetError):  # bytes of the second request were not read

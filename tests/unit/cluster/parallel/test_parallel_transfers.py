@@ -19,6 +19,7 @@ from moetool.cluster.parallel.staged_migration import MigrationStage, plan_stage
 from tests.identities import identity
 from tests.placements import random_placement
 from tests.refusals import refused
+from tests.servers import PATIENCE_S
 
 
 def peak(old_GLE: np.ndarray, stages: list[MigrationStage]) -> np.ndarray:
@@ -69,7 +70,7 @@ def test_pieces_go_in_compute_phases_only() -> None:
     assert closed.is_alive() and not windows.exchanging  # the all-to-all waits for the piece
     assert not windows.try_hold()  # and lets no other begin
     windows.release()
-    closed.join(1.0)
+    closed.join(PATIENCE_S)
     assert windows.exchanging and windows.exchanges == 1 and windows.waited_s > 0
     assert windows.hold(0.01) is None
     windows.open(0.0)
@@ -127,7 +128,7 @@ def test_channels_carry_frames_between_ranks_only() -> None:
             connect(listener.address, identity("head-x"), "rank-1")
         with refused(LinkError, "rank-2"):
             connect(listener.address, identity("rank-0"), "rank-2")
-        with socket.create_connection(listener.address, timeout=10.0) as raw:
+        with socket.create_connection(listener.address, timeout=PATIENCE_S) as raw:
             raw.sendall(b"\0" * 64)
             with contextlib.suppress(ConnectionResetError):
                 while raw.recv(1000):  # an alert, then the end

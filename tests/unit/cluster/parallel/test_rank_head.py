@@ -23,7 +23,7 @@ from moetool.runtime.request import Output, SamplingParams, Unavailable
 from tests.clusters import make_cluster
 from tests.live_page import missing_fields
 from tests.refusals import refused
-from tests.servers import eventually
+from tests.servers import PATIENCE_S, eventually
 from tests.synthetic import make_spec
 
 SPEC = make_spec(1, 4)
@@ -237,7 +237,7 @@ class Slow(BatchReplacement):
         self.may = threading.Event()
 
     def decide(self, *_: Any) -> None:
-        assert self.may.wait(10.0)
+        assert self.may.wait(PATIENCE_S)
 
 
 def test_requests_that_run_wait_for_no_decision_about_others() -> None:
@@ -454,13 +454,13 @@ def test_a_rank_without_a_machine_is_told_of(monkeypatch: pytest.MonkeyPatch, lo
     monkeypatch.setattr(Launched, "restart", restart)
     batches = head.loop
     batches.step("gone", (1, channels[1]))
-    batches.step(*batches.events.get(timeout=10))
+    batches.step(*batches.events.get(timeout=PATIENCE_S))
     assert logged[0] == "GPU 1 of generation 1 left; 1 remain"
     assert "GPU 1 lost its machine" in logged[1]
     assert head.problems == ["GPU 1 has no machine; continuing without it"] and head.state == "ready"
     with refused(MoetoolError, "ranks", "ended"):
         batches.step("gone", (0, channels[0]))
-        batches.step(*batches.events.get(timeout=10))
+        batches.step(*batches.events.get(timeout=PATIENCE_S))
     batches.ranks.dismiss()
 
 
@@ -523,5 +523,5 @@ def test_who_takes_nothing_is_given_up(
     thread.start()
     with pytest.raises(LinkError):
         made.send({}, bytes(16 * 2**20))  # a process that was stopped takes what fits into the system's buffers
-    thread.join(5.0)
+    thread.join(PATIENCE_S)
     assert heard  # and its own thread says that it is gone

@@ -19,6 +19,7 @@ from moetool.cluster.parallel.rank_mesh import Arrivals, Mesh
 from moetool.cluster.parallel.rank_options import RankOptions
 from tests.identities import identity
 from tests.refusals import refused
+from tests.servers import PATIENCE_S
 
 RANKS = 3
 
@@ -37,7 +38,7 @@ def in_threads(run: Callable[[int], Any], ranks: Sequence[int] = range(RANKS)) -
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     return [results[rank] for rank in ranks]
 
 
@@ -63,7 +64,7 @@ def listening(number: int = RANKS) -> Iterator[tuple[list[Acceptor], list[Arriva
 
 
 @contextmanager
-def meshes(timeout_s: float = 5.0, generation: int = 1) -> Iterator[list[Mesh]]:
+def meshes(generation: int = 1) -> Iterator[list[Mesh]]:
     with listening() as (listeners, arrivals):
         members = [(rank, listener.address) for rank, listener in enumerate(listeners)]
 
@@ -74,7 +75,7 @@ def meshes(timeout_s: float = 5.0, generation: int = 1) -> Iterator[list[Mesh]]:
                 members,
                 identity=identity(f"rank-{rank}"),
                 arrivals=arrivals[rank],
-                timeout_s=timeout_s,
+                timeout_s=PATIENCE_S,
             )
 
         joined = in_threads(join)
@@ -117,7 +118,7 @@ def test_rows_and_counts_arrive_by_rank() -> None:
 
 
 def test_a_lost_rank_ends_the_swap_of_all() -> None:
-    with meshes(timeout_s=10.0) as joined:
+    with meshes() as joined:
         groups = [Group(mesh) for mesh in joined]
         waiting = threading.Timer(0.2, groups[2].abort)
         waiting.start()
@@ -129,7 +130,7 @@ def test_a_lost_rank_ends_the_swap_of_all() -> None:
 
 def test_begun_exchanges_arrive_in_order_and_end_with_the_group() -> None:
     rows = [torch.full((RANKS, 4), float(rank)) for rank in range(RANKS)]
-    with meshes(timeout_s=10.0) as joined:
+    with meshes() as joined:
         groups = [Group(mesh) for mesh in joined]
 
         def both(rank: int) -> list[torch.Tensor]:
@@ -160,13 +161,15 @@ def test_micro_batches_need_time_that_is_idle() -> None:
 
 
 def test_a_silent_rank_is_noticed_in_time() -> None:
-    with meshes(timeout_s=0.3) as joined:
+    with meshes() as joined:
+        for mesh in joined:
+            mesh.timeout_s = 0.3
         first, second = in_threads(lambda rank: joined[rank].swap([[b""]] * RANKS), [0, 1])
         assert isinstance(first, LinkError) and isinstance(second, LinkError)
 
 
 def test_another_number_of_rows_than_told_ends_the_generation() -> None:
-    with meshes(timeout_s=5.0) as joined:
+    with meshes() as joined:
         groups = [Group(mesh) for mesh in joined]
         rows = torch.zeros(3, 4)
         results = in_threads(lambda rank: groups[rank].exchange(rows, [1, 1, 1], [1, 1, 1 + (rank == 0)]))
@@ -201,15 +204,15 @@ def test_a_link_that_fails_while_sending_ends_the_swap_of_all(monkeypatch: pytes
         return joined[rank].swap([[b"x"]] * RANKS)
 
     monkeypatch.setattr(FrameConnection, "send_at_once", fails)
-    with meshes(timeout_s=10.0) as joined:
+    with meshes() as joined:
         began = time.monotonic()
         assert all(isinstance(result, LinkError) for result in in_threads(swap))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("message", [[b"x" * 8, b""], [b"x" * 7], []], ids=["two parts", "too short", "none"])
 def test_a_message_of_another_form_ends_the_generation(message: list[bytes]) -> None:
-    with meshes(timeout_s=5.0) as joined:
+    with meshes() as joined:
         groups = [Group(mesh) for mesh in joined]
         results = in_threads(lambda rank: groups[rank].gather([1]) if rank else joined[0].swap([message] * RANKS))
         assert all(isinstance(result, GroupBroken) and "of another form" in str(result) for result in results[1:])

@@ -13,7 +13,7 @@ from moetool.base.errors import CapacityError, MoetoolError
 from moetool.base.types import ModelSpec
 from moetool.runtime.experts.store import ExpertStore
 from tests.refusals import refused
-from tests.servers import eventually
+from tests.servers import PATIENCE_S, eventually
 from tests.streams import Streams
 
 
@@ -500,7 +500,7 @@ def test_a_prefetch_is_late_while_its_copy_is_under_way(files: _Files) -> None:
     device.compute(5, 0)
     device.streams.drain()
     held = threading.Event()
-    device.streams.finish = lambda mark: held.wait(5) and None  # type: ignore[method-assign]
+    device.streams.finish = lambda mark: held.wait(PATIENCE_S) and None  # type: ignore[method-assign]
     device.store.load(5, 1, prefetch=True)
     eventually(lambda: device.store.stats.host_hits == 1)
     device.compute(5, 1)
