@@ -119,23 +119,15 @@ class ExpertSource:
         """Read an expert into an empty buffer of host memory, unless it has one; False if no buffer is empty."""
         if self._host is None or (buffer := self._host.open_free(key)) is None:
             return self._host is not None and not self._host.full
-        try:
-            buffer.num_bytes = self._files.read_stored(key, buffer.memory)
-        except BaseException:
-            self._host.drop(buffer)
-            raise
-        self._host.publish(buffer)
+        self._read(key, buffer, prefetch=True)
         self._host.release(buffer)
-        self._count(buffer.num_bytes, prefetch=True)
         return True
 
     def hold(self, key: int) -> Buffer | None:
         """Hold the buffer of an expert in host memory for `copy_held`; None if it is not there."""
         buffer = None if self._host is None or self._files.converts else self._host.hold(key)
         if buffer is not None:
-            with self.lock:
-                self.stats.host_hits += 1
-                self.stats.host_bytes += buffer.num_bytes
+            self._count_hit(buffer)
         return buffer
 
     def copy_held(self, loads: Sequence[tuple[Buffer, torch.Tensor, Any]]) -> Any:
@@ -187,12 +179,8 @@ class ExpertSource:
 
     def host_copy(self, key: int) -> contextlib.AbstractContextManager[tuple[Weight, ...]] | None:
         """Like `host`, for an expert that host memory holds as it is computed; None for any other, without waiting."""
-        if self._host is None or self._files.converts or (buffer := self._host.hold(key)) is None:
-            return None
-        with self.lock:
-            self.stats.host_hits += 1
-            self.stats.host_bytes += buffer.num_bytes
-        return self._held(key, buffer)
+        buffer = self.hold(key)
+        return None if buffer is None else self._held(key, buffer)
 
     @contextlib.contextmanager
     def _held(self, key: int, buffer: Buffer) -> Iterator[tuple[Weight, ...]]:
@@ -224,10 +212,14 @@ class ExpertSource:
         if buffer is None or self._host is None:
             return None, "disk"
         if buffer.filled:
-            with self.lock:
-                self.stats.host_hits += 1
-                self.stats.host_bytes += buffer.num_bytes
+            self._count_hit(buffer)
             return buffer, "host"
+        self._read(key, buffer, prefetch)
+        return buffer, "disk"
+
+    def _read(self, key: int, buffer: Buffer, prefetch: bool) -> None:
+        """Read an expert into an opened buffer of the host tier. Raises: any error; the buffer is then dropped."""
+        assert self._host is not None
         try:
             self._copies.finish(buffer.copied)
             buffer.num_bytes = self._files.read_stored(key, buffer.memory)
@@ -236,7 +228,11 @@ class ExpertSource:
             raise
         self._host.publish(buffer)
         self._count(buffer.num_bytes, prefetch)
-        return buffer, "disk"
+
+    def _count_hit(self, buffer: Buffer) -> None:
+        with self.lock:
+            self.stats.host_hits += 1
+            self.stats.host_bytes += buffer.num_bytes
 
     def _count(self, num_bytes: int, prefetch: bool) -> None:
         with self.lock:
