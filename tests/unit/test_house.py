@@ -46,10 +46,14 @@ PUBLIC = re.compile(r"transformers(\.cache_utils)?(\.[A-Z]\w*)?")
 """Names of transformers that the loop and the KV cache may import: classes of the package and of its caches."""
 
 
-def _trees(*folders: Path) -> Iterator[tuple[Path, ast.Module]]:
+def _paths(*folders: Path) -> Iterator[Path]:
     for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
-            yield path.relative_to(ROOT.parent), ast.parse(path.read_text(encoding="utf-8"))
+        yield from (path.relative_to(ROOT.parent) for path in sorted(folder.rglob("*.py")))
+
+
+def _trees(*folders: Path) -> Iterator[tuple[Path, ast.Module]]:
+    for path in _paths(*folders):
+        yield path, ast.parse((ROOT.parent / path).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", sorted(set(moetool.__all__) - {"__version__"}))
@@ -157,7 +161,7 @@ def test_the_list_of_modules_without_a_test_is_true() -> None:
     left_out = (*plugins_by_name.FOLDERS.values(), "moetool.cli", "moetool.__main__")
     found = [
         module
-        for path, _ in _trees(ROOT, ROOT.parent / "predictors")
+        for path in _paths(ROOT, ROOT.parent / "predictors")
         if path.stem != "__init__" and (module := ".".join(path.with_suffix("").parts)) not in imported | named
         if not module.startswith(left_out)
     ]
