@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from moetool.placement.latency import along, expert_flow, flows
+from moetool.placement.latency import along, flows, flows_to
 from moetool.placement.planner import Problem
 
 _EXPERTS, _GPUS = 4, 32
@@ -74,19 +74,17 @@ class CopySearch:
         here = np.flatnonzero(placed_GE[slow])
         order = np.argsort(self._comp_G, kind="stable")
         others = order[order != slow][:_LIGHT]
+        gpu_X, there_X = np.nonzero(placed_GE[others] & ~placed_GE[slow])
+        gpu_X = others[gpu_X]
+        change_XH = share_E[here] - share_E[there_X, None]
+        x_Y, h_Y = np.nonzero((change_XH > 0) & ~placed_GE[gpu_X][:, here])
         # A swap that evens out two GPUs moves half of their difference.
-        change_GHE = share_E[here][None, :, None] - share_E[None, None, :]
-        off_GHE = np.abs(change_GHE - ((load_G[slow] - load_G[others]) / 2)[:, None, None])
-        able_GHE = placed_GE[others][:, None, :] & ~placed_GE[slow] & ~placed_GE[others][:, here][:, :, None]
-        off_GHE = np.where(able_GHE & (change_GHE > 0), off_GHE, np.inf)
-        nearest = np.argpartition(off_GHE, min(_SWAPS, off_GHE.size - 1), axis=None)[:_SWAPS]
-        for place in nearest[np.argsort(off_GHE.flat[nearest], kind="stable")].tolist():
-            g, h, there = np.unravel_index(place, off_GHE.shape)
-            if not np.isfinite(off_GHE[g, h, there]):
-                break
+        off_Y = np.abs(change_XH[x_Y, h_Y] - (load_G[slow] - load_G[gpu_X[x_Y]]) / 2)
+        for y in np.argsort(off_Y, kind="stable")[:_SWAPS].tolist():
+            swapped = [here[h_Y[y]], there_X[x_Y[y]]]
             with_GE = placed_GE.copy()
-            with_GE[slow, [here[h], there]] = False, True
-            with_GE[others[g], [here[h], there]] = True, False
+            with_GE[slow, swapped] = False, True
+            with_GE[gpu_X[x_Y[y]], swapped] = True, False
             tried = self._try(with_GE)
             if tried[0] < self.cost * (1 - 1e-9):
                 self._take(with_GE, *tried[1:])
@@ -120,12 +118,11 @@ class CopySearch:
         """Return T_comp + T_comm with these copies, the GPUs with changed tokens, and the tokens [G, H] to those."""
         changed = np.flatnonzero((with_GE != self.placed_GE).any(axis=0))
         to_H = np.flatnonzero((with_GE[:, changed] | self.placed_GE[:, changed]).any(axis=1))
-        flow_GH = self._flow_GG[:, to_H]
-        for e in changed.tolist():
-            tokens_G = self._tokens_GE[:, e]
-            flow_GH += expert_flow(self._server_G, tokens_G, with_GE[:, e], to_H, self._routing)
-            flow_GH -= expert_flow(self._server_G, tokens_G, self.placed_GE[:, e], to_H, self._routing)
-        flow_GH = np.maximum(flow_GH, 0.0)
+        tokens_GX = self._tokens_GE[:, changed]
+        more_GX = np.concatenate([tokens_GX, -tokens_GX], axis=1)
+        placed_GX = np.concatenate([with_GE[:, changed], self.placed_GE[:, changed]], axis=1)
+        more_GH = flows_to(to_H, self._server_G, more_GX, placed_GX, self._routing)
+        flow_GH = np.maximum(self._flow_GG[:, to_H] + more_GH, 0.0)
         latency, comp_G, recv_G = self._latency, self._comp_G.copy(), self._recv_G.copy()
         comp_G[to_H] = along(latency.comp, flow_GH.sum(axis=0)) / self._speed_G[to_H]
         comm_GH = self._comm_s(flow_GH, to_H)

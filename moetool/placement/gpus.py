@@ -18,7 +18,7 @@ def pack_servers(problem: Problem, placed_NLE: np.ndarray) -> np.ndarray:
     """
     demand, slots_G = problem.demand, problem.slots_G
     server_G = np.array(problem.cluster.server_G)
-    speed_G = np.array([gpu.speed for gpu in problem.cluster.gpus])
+    speed_G = [gpu.speed for gpu in problem.cluster.gpus]
     tokens_NLE = demand.tokens_NLE
     placed_GLE = np.zeros(demand.tokens_GLE.shape, bool)
     for n, placed_LE in enumerate(placed_NLE):
@@ -41,17 +41,19 @@ def pack_servers(problem: Problem, placed_NLE: np.ndarray) -> np.ndarray:
                 left -= room
                 remaining -= len(experts)
             load_X = (used_X / np.bincount(copies, minlength=len(experts)))[copies]
-            lightest = [(0.0, g) for g in range(len(gpus)) if room[g]]
-            for copy in np.argsort(-load_X, kind="stable").tolist():
-                expert, passed = int(experts[copies[copy]]), []
-                while lightest and placed_GLE[gpus[lightest[0][1]], layer, expert]:
+            lightest = [(0.0, g, slots) for g, slots in zip(gpus.tolist(), room.tolist(), strict=True) if slots]
+            held: set[tuple[int, int]] = set()
+            order = np.argsort(-load_X, kind="stable")
+            for expert, used in zip(experts[copies[order]].tolist(), load_X[order].tolist(), strict=True):
+                passed = []
+                while lightest and (lightest[0][1], expert) in held:
                     passed.append(heapq.heappop(lightest))
                 if lightest:  # else every GPU with room has this expert, and the copy is left out
-                    load, g = heapq.heappop(lightest)
-                    placed_GLE[gpus[g], layer, expert] = True
-                    room[g] -= 1
-                    if room[g]:
-                        passed.append((load + float(load_X[copy]) / speed_G[gpus[g]], g))
+                    load, g, slots = heapq.heappop(lightest)
+                    held.add((g, expert))
+                    placed_GLE[g, layer, expert] = True
+                    if slots > 1:
+                        passed.append((load + used / speed_G[g], g, slots - 1))
                 for item in passed:
                     heapq.heappush(lightest, item)
     return placed_GLE

@@ -215,44 +215,32 @@ def flows(cluster: Cluster, tokens_GE: np.ndarray, placed_GE: np.ndarray, routin
         routing: `nearest`: on the token's GPU if it holds the expert, else evenly over those of its server, else evenly
             over all holders. `even`: evenly over all holders, as EPLB counts.
     """
-    hosts_GE = placed_GE.astype(np.float64)
-    anywhere_GE = hosts_GE / np.maximum(hosts_GE.sum(axis=0), 1.0)
-    if routing == "even":
-        return tokens_GE @ anywhere_GE.T
-    server_G = np.array(cluster.server_G)
-    first_N = np.flatnonzero(np.diff(server_G, prepend=-1))  # a server's GPUs are consecutive
-    count_GE = np.add.reduceat(hosts_GE, first_N)[server_G]
-    away_GE = np.where(placed_GE, 0.0, tokens_GE)
-    flow_GG = np.where(count_GE > 0, 0.0, away_GE) @ anywhere_GE.T
-    near_GE, share_GE = np.where(count_GE > 0, away_GE, 0.0), hosts_GE / np.maximum(count_GE, 1.0)
-    for first, end in pairwise([*first_N.tolist(), len(server_G)]):
-        if end - first > 1:
-            flow_GG[first:end, first:end] += near_GE[first:end] @ share_GE[first:end].T
-    flow_GG[np.diag_indices(len(tokens_GE))] += np.where(placed_GE, tokens_GE, 0.0).sum(axis=1)
-    return flow_GG
+    return flows_to(np.arange(len(tokens_GE)), np.array(cluster.server_G), tokens_GE, placed_GE, routing)
 
 
-def expert_flow(
-    server_G: np.ndarray, tokens_G: np.ndarray, hosts_G: np.ndarray, to_H: np.ndarray, routing: str = "nearest"
+def flows_to(
+    to_H: np.ndarray, server_G: np.ndarray, tokens_GX: np.ndarray, placed_GX: np.ndarray, routing: str
 ) -> np.ndarray:
-    """Return tokens [G, H] of one expert to some GPUs, as `flows`; fast for many trials.
+    """Return tokens [G, H] of some experts to some GPUs, as `flows`.
 
     Args:
-        server_G: the server of each GPU, from 0.
-        hosts_G: bool, the GPUs that hold the expert; none beyond a layer's experts, which have no tokens.
         to_H: the target GPUs.
+        server_G: the server of each GPU, rising from 0.
+        placed_GX: none beyond a layer's experts, which have no tokens.
     """
-    hosts_H = hosts_G[to_H]
+    hosts_HX = placed_GX[to_H].astype(np.float64)
+    even_HX = hosts_HX / np.maximum(placed_GX.sum(axis=0), 1)
     if routing == "even":
-        return np.outer(tokens_G, hosts_H / max(1.0, float(hosts_G.sum())))
-    count_G = np.bincount(server_G, weights=hosts_G)[server_G]
-    own_GH = (server_G[:, None] == server_G[to_H]) & hosts_H
-    share_GH = np.where(
-        count_G[:, None] > 0, own_GH / np.maximum(count_G, 1.0)[:, None], hosts_H / max(1.0, float(hosts_G.sum()))
-    )
-    share_GH[hosts_G] = np.flatnonzero(hosts_G)[:, None] == to_H
-    flow_GH: np.ndarray = tokens_G[:, None] * share_GH
-    return flow_GH
+        return np.asarray(tokens_GX @ even_HX.T)
+    first_N = np.searchsorted(server_G, np.arange(server_G[-1] + 1))
+    count_GX = np.add.reduceat(placed_GX, first_N, axis=0, dtype=np.float64)[server_G]
+    away_GX = np.where(placed_GX, 0.0, tokens_GX)
+    near_GX = np.where(count_GX > 0, away_GX, 0.0)
+    flow_GH = near_GX @ (hosts_HX / np.maximum(count_GX[to_H], 1.0)).T
+    flow_GH *= server_G[:, None] == server_G[to_H]
+    flow_GH += (away_GX - near_GX) @ even_HX.T
+    flow_GH[to_H, np.arange(len(to_H))] += (tokens_GX - away_GX).sum(axis=1)[to_H]
+    return np.asarray(flow_GH)
 
 
 def layers_s(

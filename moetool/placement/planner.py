@@ -200,9 +200,11 @@ def filled(problem: Problem, placed_GLE: np.ndarray, slots: int, planner: str) -
             f"{planner} puts {held_GL[g, layer]} experts of MoE layer {layer} on GPU {g}, but the engine has {slots} "
             f"slots of each layer there; plan with eplb, director, prism_exact or uniform, which place layer by layer"
         )
-    filled_GLE, tokens_LE = placed_GLE.copy(), problem.demand.tokens_LE
+    filled_GLE, count_LE, tokens_LE = placed_GLE.copy(), placed_GLE.sum(axis=0), problem.demand.tokens_LE
     for g, layer in np.argwhere(held_GL < slots).tolist():
-        while filled_GLE[g, layer].sum() < slots:
-            per_copy_E = tokens_LE[layer] / filled_GLE[:, layer].sum(axis=0)
-            filled_GLE[g, layer, int(np.where(filled_GLE[g, layer], -1.0, per_copy_E).argmax())] = True
+        for _ in range(slots - int(held_GL[g, layer])):
+            per_copy_E = tokens_LE[layer] / count_LE[layer]
+            expert = int(np.where(filled_GLE[g, layer], -1.0, per_copy_E).argmax())
+            filled_GLE[g, layer, expert] = True
+            count_LE[layer, expert] += 1
     return filled_GLE

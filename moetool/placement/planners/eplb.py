@@ -7,7 +7,7 @@ import numpy as np
 
 from moetool.base.errors import CapacityError, UsageError, unknown_name
 from moetool.placement.gpus import replicate
-from moetool.placement.planner import Problem, layer_slots
+from moetool.placement.planner import Problem, filled, layer_slots
 
 FORMS = ("auto", "published", "global", "heterogeneous")
 _OF_EQUAL_GPUS = ("published", "global")
@@ -97,13 +97,8 @@ def _published(problem: Problem, options: Options, per_gpu: int) -> np.ndarray:
     logical_LP = rebalance_experts(tokens_LE, per_gpu * num_gpus, groups, nodes, num_gpus)
     placed_GLE = np.zeros(problem.demand.tokens_GLE.shape, bool)
     for layer, logical_GS in enumerate(logical_LP.reshape(len(logical_LP), num_gpus, -1)):
-        placed_GE = placed_GLE[:, layer]
-        placed_GE[np.arange(num_gpus)[:, None], logical_GS] = True
-        for g in range(num_gpus):
-            while int(placed_GE[g].sum()) < min(per_gpu, num_experts):
-                per_copy_E = tokens_LE[layer] / placed_GE.sum(axis=0)
-                placed_GE[g, int(np.where(placed_GE[g], -1.0, per_copy_E).argmax())] = True
-    return placed_GLE
+        placed_GLE[np.arange(num_gpus)[:, None], layer, logical_GS] = True
+    return filled(problem, placed_GLE, min(per_gpu, num_experts), "eplb")
 
 
 def rebalance_experts(
@@ -153,17 +148,15 @@ def pack_evenly(load_X: np.ndarray, num_packs: int) -> list[list[int]]:
 
 
 def pack_unequal(tokens_E: np.ndarray, slots_G: np.ndarray, speed_G: np.ndarray) -> np.ndarray:
-    """Pack copies of a layer's experts on GPUs of unequal size and speed: placed_GE bool."""
+    """Pack copies of a layer's experts on GPUs of unequal size and speed, the heaviest first: placed_GE bool."""
     num_gpus = len(slots_G)
     copies = replicate(tokens_E, int(slots_G.sum()), num_gpus)
     count_E = np.bincount(copies, minlength=len(tokens_E))
     load_E = tokens_E / count_E
     placed_GE = np.zeros((num_gpus, len(tokens_E)), bool)
     time_G, room_G = np.zeros(num_gpus), slots_G.copy()
-    # First copies first: a later copy without room is left out, an expert must not be.
-    later = np.arange(len(copies)) >= len(tokens_E)
-    for i in np.lexsort((copies, -load_E[copies], later)).tolist():
-        expert = int(copies[i])
+    # An expert's first copy always has room: there are no more copies than slots. A later one without room is left out.
+    for expert in copies[np.lexsort((copies, -load_E[copies]))].tolist():
         after_G = np.where((room_G > 0) & ~placed_GE[:, expert], time_G + load_E[expert] / speed_G, np.inf)
         gpu = int(after_G.argmin())
         if np.isfinite(after_G[gpu]):

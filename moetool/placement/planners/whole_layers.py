@@ -67,25 +67,24 @@ def place(problem: Problem, options: Options) -> np.ndarray:
     num_free, filled = int(free_N.sum()), 0
     for n in np.argsort(-free_N, kind="stable").tolist():
         message_s, pair_s = _costs(problem, options, n)
-        offers: dict[int, tuple[float, np.ndarray]] = {}
-        open_layers = set(np.flatnonzero((exists_LE & ~placed_NLE[n]).any(axis=1)).tolist())
-        while open_layers and free_N[n] > 0:
-            for layer in open_layers:
-                if layer not in offers or len(offers[layer][1]) > free_N[n]:
-                    missing = _most_used(exists_LE[layer] & ~placed_NLE[n, layer], frequency_NLE[n, layer])
-                    saved_s = forwards_NL[n, layer] * message_s * _saved(needs_NLE[n, layer, missing])
-                    saved_s += pair_s * np.cumsum(frequency_NLE[n, layer, missing])
-                    per_slot_s = saved_s[: free_N[n]] / np.arange(1, 1 + min(len(missing), free_N[n]))
-                    count = int(np.flatnonzero(per_slot_s >= per_slot_s.max() * (1 - 1e-9))[-1]) + 1
-                    offers[layer] = float(per_slot_s[count - 1]), missing[:count]
-            enough_s = _ALIKE * max(per_slot_s for per_slot_s, _ in offers.values())
-            layer = min((copies_L[at], at) for at, (per_slot_s, _) in offers.items() if per_slot_s >= enough_s)[1]
-            taken = offers.pop(layer)[1]
+        per_slot_LE = np.full(exists_LE.shape, -np.inf)
+        missing, changed = {}, np.flatnonzero((exists_LE & ~placed_NLE[n]).any(axis=1)).tolist()
+        while free_N[n] > 0:
+            for layer in changed:
+                missing[layer] = _most_used(exists_LE[layer] & ~placed_NLE[n, layer], frequency_NLE[n, layer])
+                saved_s = forwards_NL[n, layer] * message_s * _saved(needs_NLE[n, layer, missing[layer]])
+                saved_s += pair_s * np.cumsum(frequency_NLE[n, layer, missing[layer]])
+                per_slot_LE[layer] = -np.inf
+                per_slot_LE[layer, : len(saved_s)] = saved_s / np.arange(1, 1 + len(saved_s))
+            best_L = per_slot_LE[:, : free_N[n]].max(axis=1)
+            if np.isneginf(best_L).all():
+                break
+            layer = int(np.where(best_L >= _ALIKE * best_L.max(), copies_L, np.inf).argmin())
+            count = int(np.flatnonzero(per_slot_LE[layer, : free_N[n]] >= best_L[layer] * (1 - 1e-9))[-1]) + 1
+            taken, changed = missing[layer][:count], [layer]
             placed_NLE[n, layer, taken] = True
             free_N[n] -= len(taken)
-            if (placed_NLE[n, layer] | ~exists_LE[layer]).all():
-                open_layers.remove(layer)
-                copies_L[layer] += 1
+            copies_L[layer] += len(taken) == len(missing[layer])
             filled += len(taken)
             problem.on_progress(filled, num_free)
     return pack_servers(problem, placed_NLE)

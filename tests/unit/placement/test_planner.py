@@ -15,8 +15,8 @@ from moetool.placement.demand import Demand, per_server, spread
 from moetool.placement.latency import (
     Latency,
     along,
-    expert_flow,
     flows,
+    flows_to,
     hull,
     layers_s,
     linear_latency,
@@ -103,6 +103,11 @@ def test_eplb_deals_unequal_layers_where_equal_ones_would_not_hold_everything() 
         place("eplb", problem, {"form": "published"})
     with refused(CapacityError, "slots_per_gpu 1"):
         place("eplb", problem, {"slots_per_gpu": 1})
+
+
+def test_eplb_packs_the_heaviest_copy_first() -> None:
+    placed_GE = eplb.pack_unequal(np.array([9.0, 1, 1]), np.array([2, 2]), np.ones(2))
+    assert placed_GE.tolist() == [[True, True, False], [True, False, True]]
 
 
 def test_uniform_is_consecutive_and_hands_on_what_does_not_fit() -> None:
@@ -502,14 +507,18 @@ def test_processes_do_not_change_the_placement() -> None:
     assert (one == two).all()
 
 
-def test_the_flow_of_one_expert_is_that_of_all() -> None:
+@pytest.mark.parametrize("routing", ["nearest", "even"])
+def test_the_flow_of_one_expert_is_that_of_all(routing: str) -> None:
     cluster, rng = make_cluster([[4, 4], [4], [4, 4, 4]]), np.random.default_rng(0)
-    server_G = np.array(cluster.server_G)
     for _ in range(50):
-        hosts_G, tokens_G = rng.random(6) < rng.random(), rng.integers(0, 9, 6).astype(float)
-        whole_GG = flows(cluster, tokens_G[:, None], hosts_G[:, None])
+        placed_GE, tokens_GE = rng.random((6, 3)) < rng.random(), rng.integers(0, 9, (6, 3)).astype(float)
+        whole_GG = flows(cluster, tokens_GE, placed_GE, routing)
+        np.testing.assert_allclose(whole_GG.sum(axis=1), (tokens_GE * placed_GE.any(axis=0)).sum(axis=1))
         to_H = np.flatnonzero(rng.random(6) < 0.5)
-        np.testing.assert_allclose(expert_flow(server_G, tokens_G, hosts_G, to_H), whole_GG[:, to_H])
+        one_by_one = [
+            flows_to(to_H, np.array(cluster.server_G), tokens_GE[:, [e]], placed_GE[:, [e]], routing) for e in range(3)
+        ]
+        np.testing.assert_allclose(sum(one_by_one), whole_GG[:, to_H])
 
 
 @pytest.mark.parametrize("num_servers", [1, 4])
