@@ -183,11 +183,19 @@ class ModelSpec:
         Raises:
             MismatchError: they differ.
         """
-        for name in ("layer_ids_L", "num_experts_L", "top_k_L", "hidden_size"):
-            if (ours := getattr(self, name)) != (found := getattr(other, name)) and ours and found:
+
+        def facts(spec: ModelSpec) -> dict[str, int]:
+            by_layer = {name: getattr(spec, name) for name in ("layer_ids_L", "num_experts_L", "top_k_L")}
+            numbered = {f"{name}.{i}": n for name, values_L in by_layer.items() for i, n in enumerate(values_L)}
+            known = {"hidden_size": spec.hidden_size} if spec.hidden_size else {}
+            return {"num_moe_layers": spec.num_layers, **numbered, **known}
+
+        ours = facts(self)
+        for name, found in facts(other).items():
+            if ours.get(name, found) != found:
                 raise MismatchError(
-                    f"{theirs} has {name} {found}, but {mine} is of {self.name} with {ours}; give --model the model "
-                    f"of {mine}"
+                    f"{theirs} has {name} {found}, but {mine} is of {self.name} with {ours[name]}; give --model the "
+                    f"model of {mine}"
                 )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moetool.base.errors import UsageError
+from moetool.base.errors import UsageError, shortened
 
 if TYPE_CHECKING:
     from moetool.base.types import Cluster
@@ -48,6 +48,6 @@ class ClusterCommand:
         if where.count not in (None, len(names)):
             raise UsageError(
                 f"--cluster {self.cluster} starts {where.count} {processes}, and the plan is for {len(names)}: "
-                f"{', '.join(names)}; write local:{len(names)}, or plan for another cluster"
+                f"{shortened(', '.join(names))}; write local:{len(names)}, or plan for another cluster"
             )
         return plan

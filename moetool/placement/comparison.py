@@ -181,7 +181,10 @@ def _rows(
 
 
 def verdict(rows: Sequence[PlannerRow]) -> list[str]:
-    """Return, per kind of requests, the planners of least T_comp + T_comm, most local calls and fewest messages."""
+    """Return, per kind of requests, the planners of least T_comp + T_comm, most local calls and fewest messages.
+
+    Local calls and messages are left out where all planners have the same.
+    """
     lines = []
     for requests in dict.fromkeys(row.requests for row in rows):
         mine = sorted((row for row in rows if row.requests == requests), key=lambda row: row.score.latency)
@@ -193,8 +196,11 @@ def verdict(rows: Sequence[PlannerRow]) -> list[str]:
             line += f" ({mine[1].planner} {percent(more)} more)"
         if best.score.latency_gap is not None:
             line += f", at most {percent(best.score.latency_gap)} above the bound"
-        line += f"; {local.planner} computes the most calls locally ({percent(local.score.local)})"
-        lines.append(f"{line}; {fewest.planner} sends the fewest messages ({fewest.score.messages:.2f})")
+        if local.score.local > min(row.score.local for row in mine):
+            line += f"; {local.planner} computes the most calls locally ({percent(local.score.local)})"
+        if fewest.score.messages < max(row.score.messages for row in mine):
+            line += f"; {fewest.planner} sends the fewest messages ({fewest.score.messages:.2f})"
+        lines.append(line)
     return lines
 
 

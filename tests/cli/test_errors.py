@@ -344,7 +344,9 @@ def test_a_plan_by_the_config_alone(run: Run, short_trace: Path, reference: Path
     one, other = (CachePlan.load(tmp_path / name) for name in ("plan.json", "whole.json"))
     assert (one.policy, one.slots, one.spec) == (other.policy, other.slots, other.spec)
     planning += ("--overwrite",)
-    _one_line(run(*planning, "--model", "deepseek-v2-lite", "--config-only"), 3, "has layer_ids_L", "give --model")
+    _one_line(
+        run(*planning, "--model", "deepseek-v2-lite", "--config-only"), 3, "has num_moe_layers 26, but", "give --model"
+    )
     _one_line(run(*planning, "--model", config, "--revision", "main"), 2, "is for a name on the hub")
 
 

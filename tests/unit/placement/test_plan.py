@@ -198,6 +198,10 @@ def test_planners_side_by_side(cluster: Cluster, traces: dict[str, Trace], tmp_p
         best, other = sorted(mine, key=lambda name: mine[name].latency)
         assert mine[best].latency_gap <= mine[other].latency_gap
         assert line.startswith(f"{requests}: {best} has the least T_comp + T_comm ({other} ")
+        fewest = min(mine, key=lambda name: mine[name].messages)
+        assert line.endswith(f"{fewest} sends the fewest messages ({mine[fewest].messages:.2f})")
+    alike = [replace(row, score=replace(row.score, local=1.0, messages=0.0)) for row in rows]
+    assert not any("locally" in line or "messages" in line for line in verdict(alike))
     assert json.dumps([row.to_json() for row in rows])
 
 
