@@ -207,7 +207,10 @@ def rivals(
     out: Results = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Compare moetool with llama.cpp and transformers, in memory and under memory limits."""
+    """Compare moetool with llama.cpp and transformers, in memory and under memory limits.
+
+    Exit code 1 means that no engine was measured.
+    """
     from moetool.bench.rivals import ENGINES, RivalOptions, bench_rivals
 
     file = _file(out, "rivals", overwrite)
@@ -224,6 +227,8 @@ def rivals(
         file=file,
     )
     _hand_over(made, file, as_json)
+    if all("why" in row for row in made.rows):
+        raise typer.Exit(1)
 
 
 def gpu(

@@ -67,6 +67,17 @@ def test_cells_are_measured_or_say_why_not(
     assert "transformers" in shown and "not measured: llama.cpp, memory all: no llama-server" in shown
 
 
+def test_it_fails_if_no_engine_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    arguments = ("--engine", "llama.cpp", "--set", "shares=[0]", "--out", str(tmp_path))
+    assert _run(monkeypatch, *SMALL, *arguments) == 1
+    assert "not measured: llama.cpp, memory all: no llama-server" in capsys.readouterr().out
+    (row,) = read_result(tmp_path / "rivals.json").rows
+    assert "why" in row
+
+
 @pytest.mark.parametrize("limit", [1, 15_000_000], ids=["everything", "a part"])
 def test_transformers_offloads_what_exceeds_its_memory(limit: int, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"threads": 1, "dtype": "float32", "new_tokens": 2, "prompts": [[5, 6, 7]], "offload_bytes": limit}
