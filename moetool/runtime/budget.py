@@ -14,7 +14,7 @@ from moetool.base.types import ModelSpec
 from moetool.caching.policy import MIN_SLOTS, parse_options, policy_class
 from moetool.kernels.cpu.kinds import BFLOAT16
 from moetool.kernels.cpu.tiles import find_tiles
-from moetool.kernels.cpu.vectors import cpu_has_pairs
+from moetool.kernels.cpu.vectors import has_features
 from moetool.models.cache_size import RESERVED
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.experts.packed_slot import stays_packed
@@ -429,7 +429,7 @@ def _reserve_bytes(checkpoint: Checkpoint, options: ServeOptions, *, compile: bo
     by_torch = dtype == torch.bfloat16 and (  # products in float32 need no code of their own
         any(form.up_transposed or form.down_transposed for form in forms)
         or any(stays_packed(format, form, dtype) for format in formats for form in forms)
-        or not (find_tiles(BFLOAT16) if compile else cpu_has_pairs())  # compiled code is then part of the taken memory
+        or not (find_tiles(BFLOAT16) if compile else has_features("avx512f"))  # compiled code: memory taken
     )
     return _RESERVE_BYTES + by_torch * _TORCH_PRODUCTS_BYTES
 

@@ -66,7 +66,7 @@ def _logits(
     return found, counts
 
 
-BATCHES = [[3], [7], [3, 9], [1, 2], [5], [1, 2, 3, 4, 5, 6], [7], [8, 8]]
+BATCHES = [[3], [7], [3, 9], [1, 2], [5], [1, 2, 3, 4, 5, 6], [7], [8, 8], [4] * 9 + [5, 6]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -74,7 +74,7 @@ BATCHES = [[3], [7], [3, 9], [1, 2], [5], [1, 2, 3, 4, 5, 6], [7], [8, 8]]
 def test_all_at_once_gives_the_bits_of_one_by_one(
     checkpoint: Path, slots: int, seed: int | None, dtype: torch.dtype
 ) -> None:
-    """In float32, torch computes the experts with more rows than `MAX_ROWS`."""
+    """In float32, torch computes the experts with more rows than `MAX_SCALED_ROWS`."""
     expected, _ = _logits(checkpoint, 16, BATCHES, in_one_call=False, dtype=dtype)
     one_by_one, counts = _logits(checkpoint, slots, BATCHES, in_one_call=False, seed=seed, dtype=dtype)
     at_once, same_counts = _logits(checkpoint, slots, BATCHES, in_one_call=True, seed=seed, dtype=dtype)

@@ -22,18 +22,21 @@ from moetool.kernels.cpu.inputs import ordered_rows
 from moetool.kernels.cpu.kinds import BFLOAT16, BFLOAT16_COLUMNS, RowKind
 from moetool.kernels.cpu.scaled_weight import ScaledWeight, StackedWeight, kernel_of
 from moetool.kernels.cpu.threads import PoolCall
-from moetool.kernels.cpu.tiles import TILE_INPUTS, Rows, cpu_has_slow_pairs, cpu_has_tiles, find_tiles, tile_products
-from moetool.kernels.cpu.vectors import cpu_has_pairs
+from moetool.kernels.cpu.tiles import TILE_INPUTS, Rows, cpu_has_tiles, find_tiles, tile_products, widens_bfloat16
+from moetool.kernels.cpu.vectors import has_features
 
-MAX_ROWS = 2
-"""Most rows for which the bfloat16 kernel is faster than tiles or torch (`tests/bench/test_row_products.py`).
-
-More rows are bound by arithmetic, and tiles and torch use the CPU's bfloat16 pair products.
-"""
 MAX_SCALED_ROWS = 8
-"""`MAX_ROWS` for weights that torch must unpack."""
+"""`max_bfloat16_rows` for weights that torch must unpack, or widen for float32 rows."""
 MIN_ELEMENTS = 2**18
 """Smallest weight, in numbers, for which calling and compiling the kernel pays."""
+
+
+def max_bfloat16_rows() -> int:
+    """Most rows for which the bfloat16 kernel is faster than tiles or torch (`tests/bench/test_row_products.py`).
+
+    More rows are bound by arithmetic. AMX and AMD's pair products do more of it than products in float32.
+    """
+    return 8 if widens_bfloat16() else 2
 
 
 class RowsOf(NamedTuple):
@@ -60,12 +63,13 @@ def max_rows(weight: Any, dtype: torch.dtype, together: int = 1) -> int:
         return 0
     if isinstance(weight, torch.Tensor) and dtype != torch.bfloat16 and not weight.is_contiguous():
         return 0  # float32 keeps torch's sums
-    return sys.maxsize if dtype == torch.bfloat16 and _has_tiles(weight) else _few(weight)
+    return sys.maxsize if dtype == torch.bfloat16 and _has_tiles(weight) else _few(weight, dtype)
 
 
-def _few(weight: torch.Tensor | ScaledWeight | StackedWeight) -> int:
+def _few(weight: torch.Tensor | ScaledWeight | StackedWeight, dtype: torch.dtype) -> int:
     """Most rows that the kernel for few rows computes."""
-    return MAX_ROWS if isinstance(weight, torch.Tensor) else MAX_SCALED_ROWS
+    narrow = isinstance(weight, torch.Tensor) and dtype == torch.bfloat16
+    return max_bfloat16_rows() if narrow else MAX_SCALED_ROWS
 
 
 def _has_tiles(weight: torch.Tensor | ScaledWeight | StackedWeight) -> bool:
@@ -146,10 +150,11 @@ def scattered_products(x_TI: torch.Tensor, jobs: Sequence[RowsOf], num_targets: 
     own = _kind_of(first) or BFLOAT16 if isinstance(first, torch.Tensor) else first.kind
     shape = first.row_shape if isinstance(first, ScaledWeight) else _row_shape(own, *first.shape)
     rows = [Rows(*_addresses(each.weight), each.sources, each.targets) for each in jobs]
-    by_tiles = [each for each in rows if len(each.sources) > _few(first)] if narrow else []
+    most = _few(first, x_TI.dtype)
+    by_tiles = [each for each in rows if len(each.sources) > most] if narrow else []
     if by_tiles and (multiply := _tiles_of(first)) is not None:
         tile_products(multiply, x_TI, by_tiles, shape, output_RO)
-        rows = [each for each in rows if len(each.sources) <= _few(first)]
+        rows = [each for each in rows if len(each.sources) <= most]
     if rows:
         kind, shape = first.multiplied(x_TI.dtype) if isinstance(first, ScaledWeight) else (own, shape)
         _multiply_few(kind, x_TI, rows, shape, output_RO)
@@ -243,7 +248,7 @@ class RowParameter(torch.nn.Parameter):
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     num_outputs, num_inputs = weight.shape
     rows = input.numel() // num_inputs
-    if rows == 0 or (rows > MAX_ROWS and rows > max_rows(weight, input.dtype)):
+    if rows == 0 or (rows > max_bfloat16_rows() and rows > max_rows(weight, input.dtype)):
         return many_rows.linear(input, weight, bias)
     job = RowsOf(weight, range(rows), range(rows))
     output = scattered_products(input.reshape(rows, num_inputs), [job], rows)
@@ -261,8 +266,8 @@ def chosen_kernels() -> dict[str, Any]:
         format) and more_rows (products of longer inputs in bfloat16).
     """
     more = "float32 blocks" if many_rows.lacks_bfloat16_products() else "torch"
-    if cpu_has_pairs():
-        vectors = "AVX-512 in float32" if cpu_has_slow_pairs() else "avx512_bf16"
+    if has_features("avx512f"):
+        vectors = "AVX-512 in float32" if widens_bfloat16() else "avx512_bf16"
         more = "AMX tiles" if cpu_has_tiles() else vectors
     return {
         "instructions": torch.backends.cpu.get_cpu_capability(),

@@ -1,11 +1,11 @@
-"""Products of several rows with weights by the tiles of a CPU with AMX, or by the pair products of `avx512_bf16`.
+"""Products of several rows with weights by the tiles of a CPU with AMX, or by AVX-512.
 
 A tile holds 16 rows of 32 numbers in bfloat16. Rows of a weight are loaded into tiles as they lie in memory; rows of x
 are rearranged first. So with AMX a product of up to 32 rows takes as long as reading the weight. torch's product
 rearranges the weight in each call (`tests/bench/test_scaled_weights.py`), and compiles code for each new number of
 rows, which takes 8 ms and 1.4 to 2.1 MB. Packed weights are unpacked into the CPU cache, 32 rows at a time, rounded to
-bfloat16. Without AMX the same tiles of x are vectors: an instruction multiplies a pair of inputs of 16 rows. Where two
-products in float32 are faster than that instruction, they give the same sums but for subnormal numbers.
+bfloat16. Without AMX the same tiles of x are vectors: an instruction of `avx512_bf16` multiplies a pair of inputs of 16
+rows. Where it is slow or absent, two products in float32 give the same sums but for subnormal numbers.
 
 Sums are in float32, in an order that depends only on the width of the weight. So a row's result is bit-identical in any
 batch, and differs from torch's only in rounding.
@@ -109,7 +109,7 @@ def tile_products(
         targets += each.targets
     x = torch.empty(tiles[-1] * TILE_ROWS, inputs, dtype=torch.bfloat16)
     _arranging()([0, x_TI.data_ptr(), x.data_ptr(), tiles[-1], 2 * inputs, *sources], threads)
-    room_bytes = _SUMS_BYTES + BLOCK_ROWS * (6 * inputs + 2 * VECTOR_BYTES)
+    room_bytes = _SUMS_BYTES + BLOCK_ROWS * ((6 if widens_bfloat16() else 2) * inputs + 2 * VECTOR_BYTES)
     room = torch.empty(threads * room_bytes, dtype=torch.uint8)
     head = TileJob(
         next_task=0,
@@ -135,7 +135,7 @@ def _parts(rows: Rows, most: int) -> list[Rows]:
 @functools.cache
 def find_tiles(kind: RowKind) -> PoolCall | None:
     """Return the compiled function for a kind of weight; None if the CPU has no instruction for it, or numba fails."""
-    if not cpu_has_tiles() and not cpu_has_pairs():
+    if not has_features("avx512f"):
         return None
 
     def compile_sound() -> PoolCall:
@@ -154,9 +154,15 @@ def cpu_has_tiles() -> bool:
     return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
+@functools.cache
 def cpu_has_slow_pairs() -> bool:
-    """Whether pair products of `avx512_bf16` take longer than two products in float32: on all but AMD's processors."""
-    return not has_features("sse4a")  # which AMD alone has
+    """Whether two products in float32 are faster than a pair product of `avx512_bf16`: on all but AMD's processors."""
+    return not has_features("avx512bf16", "sse4a")  # AMD alone has the latter
+
+
+def widens_bfloat16() -> bool:
+    """Whether products in float32 are the fastest of bfloat16."""
+    return cpu_has_slow_pairs() and not cpu_has_tiles()
 
 
 def _require_sound(kind: RowKind, multiply: PoolCall) -> None:
@@ -204,7 +210,7 @@ def _compile(kind: RowKind) -> PoolCall:
     from numba import types
 
     next_task, next_thread = next_task_of(), next_task_of(_PLACES["threads"])
-    widens = cpu_has_slow_pairs() and not cpu_has_tiles()
+    widens = widens_bfloat16()
     block_of = _block_of if cpu_has_tiles() else _widened_block_of if widens else _paired_block_of
     widen = _widening()
     multiply_1, multiply_2, (turn, put) = block_of(1), block_of(2), _putting()
@@ -215,7 +221,7 @@ def _compile(kind: RowKind) -> PoolCall:
     scale_rows_at, scale_bytes_at = _PLACES["scale_rows"], _PLACES["scale_bytes"]
     groups_at, vectors_at = _PLACES["groups"], _PLACES["vectors"]
     packed = kind is not BFLOAT16
-    unpack: Any = unpacking_of(kind, at_once=True) if packed else None
+    unpack: Any = unpacking_of(kind, at_once=cpu_has_pairs()) if packed else None
     run_bytes = kind.row_bytes(run_length(kind))
     per_vector, each_run = max(1, VECTOR_BYTES // run_bytes), kind.scale != "float32"
 

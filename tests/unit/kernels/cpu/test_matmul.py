@@ -12,10 +12,11 @@ from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
 from moetool.kernels.cpu.inputs import ordered_rows
 from moetool.kernels.cpu.kinds import BFLOAT16, GGML_KINDS
 from moetool.kernels.cpu.matmul import (
-    MAX_ROWS,
+    MAX_SCALED_ROWS,
     RowLinear,
     RowsOf,
     adopt,
+    max_bfloat16_rows,
     multiplies,
     products,
     scattered_products,
@@ -32,7 +33,7 @@ def _rows(num_rows: int, columns: int = 576, dtype: torch.dtype = torch.bfloat16
     return torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("num_rows", range(1, MAX_ROWS + 4))
+@pytest.mark.parametrize("num_rows", range(1, MAX_SCALED_ROWS + 2))
 def test_products_are_those_of_float64_but_for_one_rounding(num_rows: int) -> None:
     (weight,) = _weights(1)
     x = _rows(num_rows, dtype=torch.float32)
@@ -67,7 +68,7 @@ def test_every_row_of_a_weight_is_multiplied(rows: int) -> None:
 
 def test_rows_in_bfloat16_give_what_their_float32_gives_rounded_once() -> None:
     (weight,) = _weights(1)
-    x = _rows(MAX_ROWS)
+    x = _rows(max_bfloat16_rows())
     x[0, 3], weight[5, 3], weight[6] = float("inf"), 0.0, 1e38  # infinite, not a number, and beyond bfloat16
     (narrow,), (wide,) = products([x], [weight]), products([x.float()], [weight])
     assert wide[0].isnan().any()
@@ -119,13 +120,14 @@ def test_what_the_kernel_does_not_take_is_left_to_torch(monkeypatch: pytest.Monk
     (weight,) = _weights(1)
     assert takes(weight)
     monkeypatch.setattr(matmul, "find_tiles", lambda *kind: None)
-    assert not multiplies(_rows(MAX_ROWS + 1), weight)
-    assert not multiplies(_rows(MAX_ROWS + 1, dtype=torch.float32), weight)
+    assert not multiplies(_rows(max_bfloat16_rows() + 1), weight)
+    assert multiplies(_rows(MAX_SCALED_ROWS, dtype=torch.float32), weight)
+    assert not multiplies(_rows(MAX_SCALED_ROWS + 1, dtype=torch.float32), weight)
     assert not multiplies(_rows(0), weight)
     assert not takes(weight.float())
     assert not takes(weight[:, :560])  # neither contiguous nor of whole vectors
     assert takes(weight.T)  # stored [in, out]
-    assert not multiplies(_rows(MAX_ROWS + 1, len(weight)), weight.T)
+    assert not multiplies(_rows(max_bfloat16_rows() + 1, len(weight)), weight.T)
     assert not takes(weight.T[:, :256])
     assert not takes(weight[:64])  # not worth a call
     assert not takes(weight.to("meta"))
@@ -138,7 +140,7 @@ def test_linear_layers_are_adopted_in_place(monkeypatch: pytest.MonkeyPatch) -> 
         torch.nn.Linear(576, 512, dtype=torch.bfloat16),
         torch.nn.Linear(512, 64, bias=False, dtype=torch.bfloat16),  # small
     )
-    x = _rows(MAX_ROWS)[None]
+    x = _rows(max_bfloat16_rows())[None]
     with torch.inference_mode():
         before = model[0](x)
         assert adopt(model) == 1
@@ -147,7 +149,7 @@ def test_linear_layers_are_adopted_in_place(monkeypatch: pytest.MonkeyPatch) -> 
         after = model[0](x)
         assert after.shape == before.shape
         assert torch.allclose(after.float(), before.float(), rtol=2**-7, atol=1e-2)
-        many = _rows(MAX_ROWS + 1)
+        many = _rows(max_bfloat16_rows() + 1)
         assert torch.equal(model[0](many), many_rows.linear(many, model[0].weight, model[0].bias))
     assert adopt(model) == 0
 
@@ -169,11 +171,11 @@ def test_a_router_multiplies_few_rows_by_the_kernel_and_more_by_another(monkeypa
         def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             return torch.nn.functional.linear(x, self.weight, bias)
 
-    router, x, bias = Router(), _rows(MAX_ROWS + 1), _rows(1, 512)[0]
+    router, x, bias = Router(), _rows(max_bfloat16_rows() + 1), _rows(1, 512)[0]
     expected = many_rows.linear(x, router.weight.detach())
     assert adopt(torch.nn.Sequential(), [router]) == 1
     assert torch.equal(router(x), expected)
-    few = x[:MAX_ROWS]
+    few = x[: max_bfloat16_rows()]
     (made,) = products([few], [router.weight])
     assert torch.equal(router(few), made)
     assert torch.equal(router(few, bias), made + bias)

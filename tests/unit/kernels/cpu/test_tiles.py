@@ -8,19 +8,20 @@ import torch
 from moetool.kernels.cpu import matmul, tiles
 from moetool.kernels.cpu.kinds import BFLOAT16, GGML_KINDS, RowKind
 from moetool.kernels.cpu.matmul import (
-    MAX_ROWS,
     MAX_SCALED_ROWS,
     MIN_ELEMENTS,
     RowsOf,
+    max_bfloat16_rows,
     max_rows,
     products,
     scattered_products,
 )
 from moetool.kernels.cpu.scaled_weight import ScaledWeight
-from moetool.kernels.cpu.tiles import cpu_has_pairs, cpu_has_tiles, find_tiles
+from moetool.kernels.cpu.tiles import cpu_has_tiles, find_tiles
+from moetool.kernels.cpu.vectors import cpu_has_pairs, has_features
 from tests.unit.kernels.cpu.test_scaled_weight import CASES, example_weight
 
-pytestmark = pytest.mark.skipif(not cpu_has_pairs(), reason="this CPU has neither AMX nor avx512_bf16")
+pytestmark = pytest.mark.skipif(not has_features("avx512f"), reason="this CPU has neither AMX nor AVX-512")
 
 OUTPUTS, INPUTS = 512, 576
 
@@ -33,7 +34,7 @@ def _weight(seed: int = 1) -> torch.Tensor:
     return torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize("count", [MAX_ROWS + 1, 16, 17, 33, 128, 3000])
+@pytest.mark.parametrize("count", [max_bfloat16_rows() + 1, 16, 17, 33, 128, 3000])
 def test_a_product_is_that_of_float64_rounded_once(count: int) -> None:
     x, weight = _rows(count), _weight()
     assert max_rows(weight, x.dtype) == sys.maxsize
@@ -46,28 +47,30 @@ def test_a_product_is_that_of_float64_rounded_once(count: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_is_the_same_in_any_batch(threads: int) -> None:
     before, x, weights = torch.get_num_threads(), _rows(90), [_weight(seed) for seed in range(3)]
-    alone = [products([x[9:12]], [weight])[0] for weight in weights]
+    alone = [products([x[9:18]], [weight])[0] for weight in weights]
     torch.set_num_threads(threads)
     try:
-        targets = torch.randperm(69, generator=torch.Generator().manual_seed(2)).tolist()
+        targets = torch.randperm(75, generator=torch.Generator().manual_seed(2)).tolist()
         jobs = [
-            RowsOf(weights[0], range(9, 12), targets[:3]),
-            RowsOf(weights[1], range(40), targets[3:43]),
-            RowsOf(weights[2], [9, 80, 10, 11, *range(20)], targets[43:67]),
-            RowsOf(weights[0], [9, 10], targets[67:]),  # few rows: another kernel
+            RowsOf(weights[0], range(9, 18), targets[:9]),
+            RowsOf(weights[1], range(40), targets[9:49]),
+            RowsOf(weights[2], [9, 80, 10, 11, *range(20)], targets[49:73]),
+            RowsOf(weights[0], [9, 10], targets[73:]),  # few rows: another kernel
         ]
-        made = scattered_products(x, jobs, 69)
+        made = scattered_products(x, jobs, 75)
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(made[targets[:3]], alone[0])
-    assert torch.equal(made[targets[12:15]], alone[1])
-    assert torch.equal(made[[targets[43], targets[45], targets[46]]], alone[2])
-    assert torch.equal(made[targets[67:]], products([x[9:11]], [weights[0]])[0])
+    assert torch.equal(made[targets[:9]], alone[0])
+    assert torch.equal(made[targets[18:27]], alone[1])
+    assert torch.equal(made[[targets[49], targets[51], targets[52]]], alone[2][:3])
+    assert torch.equal(made[targets[73:]], products([x[9:11]], [weights[0]])[0])
 
 
 @pytest.mark.skipif(cpu_has_tiles(), reason="the tiles of AMX add pairs of products in another order")
 @pytest.mark.parametrize("slow_pairs", [False, True])
 def test_sums_add_the_odd_input_of_a_pair_first(slow_pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not slow_pairs and not cpu_has_pairs():
+        pytest.skip("this CPU has no avx512_bf16")
     count = 40
     monkeypatch.setattr(tiles, "cpu_has_slow_pairs", lambda: slow_pairs)
     multiply = find_tiles.__wrapped__(BFLOAT16)
@@ -113,7 +116,7 @@ def test_torch_multiplies_rightly_in_between() -> None:
 
 
 def test_rows_of_another_width_are_refused() -> None:
-    for rows in (MAX_ROWS, 40):
+    for rows in (max_bfloat16_rows(), 40):
         with pytest.raises(ValueError, match=f"rows have 512 numbers, expected {INPUTS}"):
             scattered_products(_rows(rows, inputs=512), [RowsOf(_weight(), range(rows), range(rows))], rows)
 
@@ -145,4 +148,4 @@ def test_without_tiles_the_kernel_for_few_rows_remains(monkeypatch: pytest.Monke
     monkeypatch.setattr(matmul, "find_tiles", lambda kind: None)
     weight = example_weight("mxfp4")
     assert isinstance(weight, ScaledWeight) and max_rows(weight, torch.bfloat16) == MAX_SCALED_ROWS
-    assert max_rows(_weight(), torch.bfloat16) == MAX_ROWS
+    assert max_rows(_weight(), torch.bfloat16) == max_bfloat16_rows()
