@@ -62,7 +62,7 @@ def test_blocks_are_multiplied_as_the_numbers_of_the_gguf_package(kind: RowKind)
 @pytest.mark.parametrize("kind", [kind for kind in GGML_KINDS if kind.name.startswith("iq4")], ids=lambda k: k.name)
 def test_processors_without_a_look_up_read_the_same_numbers(kind: RowKind, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, numbers = _weight(kind)
-    monkeypatch.setattr(vectors, "has_avx512", lambda: False)
+    monkeypatch.setattr(vectors, "has_features", lambda *names: False)
     monkeypatch.setattr(scaled_weight, "find_kernel", find_kernel.__wrapped__)  # beside the compiled ones
     assert torch.equal(weight.to(torch.bfloat16), numbers.bfloat16())
 

@@ -32,11 +32,8 @@ MIN_ELEMENTS = 2**18
 
 
 def max_bfloat16_rows() -> int:
-    """Most rows for which the bfloat16 kernel is faster than tiles or torch (`tests/bench/test_row_products.py`).
-
-    More rows are bound by arithmetic. AMX and AMD's pair products do more of it than products in float32.
-    """
-    return 8 if widens_bfloat16() else 2
+    """Most rows for which the bfloat16 kernel is faster than tiles or torch (`tests/bench/test_row_products.py`)."""
+    return 8 if widens_bfloat16() else 2  # AMX and AMD's pair products do more arithmetic, which bounds more rows
 
 
 class RowsOf(NamedTuple):
@@ -68,8 +65,7 @@ def max_rows(weight: Any, dtype: torch.dtype, together: int = 1) -> int:
 
 def _few(weight: torch.Tensor | ScaledWeight | StackedWeight, dtype: torch.dtype) -> int:
     """Most rows that the kernel for few rows computes."""
-    narrow = isinstance(weight, torch.Tensor) and dtype == torch.bfloat16
-    return max_bfloat16_rows() if narrow else MAX_SCALED_ROWS
+    return max_bfloat16_rows() if isinstance(weight, torch.Tensor) and dtype == torch.bfloat16 else MAX_SCALED_ROWS
 
 
 def _has_tiles(weight: torch.Tensor | ScaledWeight | StackedWeight) -> bool:

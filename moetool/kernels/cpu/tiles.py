@@ -154,15 +154,9 @@ def cpu_has_tiles() -> bool:
     return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
-@functools.cache
-def cpu_has_slow_pairs() -> bool:
-    """Whether two products in float32 are faster than a pair product of `avx512_bf16`: on all but AMD's processors."""
-    return not has_features("avx512bf16", "sse4a")  # AMD alone has the latter
-
-
 def widens_bfloat16() -> bool:
-    """Whether products in float32 are the fastest of bfloat16."""
-    return cpu_has_slow_pairs() and not cpu_has_tiles()
+    """Whether products in float32 are the fastest: without AMX, but for the `avx512_bf16` of AMD's processors."""
+    return not cpu_has_tiles() and not has_features("avx512bf16", "sse4a")  # AMD alone has the latter
 
 
 def _require_sound(kind: RowKind, multiply: PoolCall) -> None:

@@ -132,7 +132,7 @@ class Vectors:
     def e2m1(self, words: Any) -> Any:
         """E2M1 numbers in the lowest four bits of int32 words, as float32."""
         builder, count = self.builder, words.type.count
-        if has_avx512():
+        if has_features("avx512f"):
             return self.looked_up(words, (*_E2M1, *(-value for value in _E2M1)))
         twice = 0xC8643210 - 2**32  # twice the value, by the lowest three bits
         shifts = builder.shl(builder.and_(words, self.all(self.int32, 7, count)), self.all(self.int32, 2, count))
@@ -145,13 +145,13 @@ class Vectors:
 
     def nibbles(self, words: Any) -> Any:
         """Integers in the lowest four bits of int32 words, as float32."""
-        if has_avx512():
+        if has_features("avx512f"):
             return self.looked_up(words, tuple(map(float, range(LANES))))
         return self.builder.sitofp(self.builder.and_(words, self.all(self.int32, 15)), self.floats)
 
     def levels(self, words: Any, table: tuple[int, ...]) -> Any:
         """Values of a table of 16 signed bytes by the lowest four bits of int32 words, as float32."""
-        if has_avx512():
+        if has_features("avx512f"):
             return self.looked_up(words, tuple(map(float, table)))
         builder = self.builder
         fours = [bytes(value & 0xFF for value in table[first : first + 4]) for first in range(0, 16, 4)]
@@ -211,20 +211,12 @@ class Vectors:
         return builder.bitcast(bits, self.of(self.float32, count))
 
 
-@functools.cache
-def has_avx512() -> bool:
-    """Whether this CPU has AVX-512, which looks up 16 elements of a table at once."""
-    import llvmlite.binding
-
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
-
-
-@functools.cache
 def cpu_has_pairs() -> bool:
     """Whether this process may multiply pairs of bfloat16 by `avx512_bf16`."""
     return has_features("avx512f", "avx512bf16")
 
 
+@functools.cache
 def has_features(*names: str) -> bool:
     """Whether LLVM compiles for features of this x86 CPU."""
     if platform.machine() != "x86_64":

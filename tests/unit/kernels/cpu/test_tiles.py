@@ -72,7 +72,7 @@ def test_sums_add_the_odd_input_of_a_pair_first(slow_pairs: bool, monkeypatch: p
     if not slow_pairs and not cpu_has_pairs():
         pytest.skip("this CPU has no avx512_bf16")
     count = 40
-    monkeypatch.setattr(tiles, "cpu_has_slow_pairs", lambda: slow_pairs)
+    monkeypatch.setattr(tiles, "widens_bfloat16", lambda: slow_pairs)
     multiply = find_tiles.__wrapped__(BFLOAT16)
     monkeypatch.setattr(matmul, "find_tiles", lambda kind: multiply)
     x, weight = _rows(count), _weight()
