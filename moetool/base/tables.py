@@ -83,6 +83,8 @@ class TextTable:
         print_table(self.title, self.columns, self.rows, self.num_text, self.num_keys)
         for note in self.notes:
             print_paragraph(note)
+        if self.notes:
+            print()
 
 
 def table_of(title: str, rows: Iterable[Any], columns: Mapping[str, Callable[[Any], str]], **more: Any) -> TextTable:
@@ -341,29 +343,49 @@ def _lines(title: str = "") -> Iterator[Callable[..., None]]:
 
 
 def _bars() -> "Progress":
-    """Return transient bars on stderr, each with amount, rate and time left in one line."""
+    """Return transient bars on stderr, each in one line; the amount stays whole on a narrow terminal."""
     _spoken.set()
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-    from rich.table import Column
+    from rich.progress import Progress, ProgressColumn, Task
+    from rich.progress_bar import ProgressBar
+    from rich.table import Column, Table
     from rich.text import Text
 
-    class Amount(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            return Text(_amount(task.completed, task.total, task.speed, task.time_remaining, task.elapsed))
-
     console = Console(stderr=True)
-    bar = BarColumn(bar_width=40 if console.width >= 100 else 16)
-    title = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
-    return Progress(title, bar, Amount(table_column=Column(no_wrap=True)), console=console, transient=True)
+    begun: dict[int, tuple[float, float]] = {}  # amount and time of a task's first report
+    longest: dict[int, int] = {}
+
+    class Line(ProgressColumn):
+        def render(self, task: Task) -> Table:
+            now_s, total = task.elapsed or 0.0, task.total or 0
+            done, began_s = begun.setdefault(task.id, (task.completed, now_s)) if task.completed else (0.0, now_s)
+            speed = (task.completed - done) / max(now_s - began_s, 1e-9)
+            amount = f"{now_s:,.0f} s"
+            if total > 1:
+                amount = _amount(task.completed, total, speed, says_speed=not task.fields.get("note"))
+            longest[task.id] = max(len(amount), longest.get(task.id, 0))
+            room = console.width - longest[task.id] - 1
+            width = min(40 if console.width >= 100 else 16, room - len(task.description) - 1)
+            bar = ProgressBar(total=task.total, completed=task.completed, width=width, pulse=total <= 1)
+            bars = [bar] if width >= _SHORTEST_BAR else []
+            title = Text(task.description, no_wrap=True)
+            title.truncate(room - (width + 1) * len(bars), overflow="ellipsis")
+            line = Table.grid(padding=(0, 1))
+            line.add_row(title, *bars, Text(amount, no_wrap=True))
+            return line
+
+    return Progress(Line(table_column=Column(no_wrap=True)), console=console, transient=True)
 
 
-def _amount(done: float, total: float | None, speed: float | None, left_s: float | None, passed_s: float | None) -> str:
-    """Format `814 of 7,409, 7,923/s, 1 s left`; elapsed seconds where the total is unknown."""
-    if not total:
-        return f"{passed_s or 0:,.0f} s"
-    parts = [f"{count(done)} of {count(total)}", *([f"{significant(speed, 2)}/s"] if speed else [])]
-    return ", ".join([*parts, *([] if left_s is None else [f"{left_s:,.0f} s left"])])
+_SHORTEST_BAR = 8
+
+
+def _amount(done: float, total: float, speed: float, *, says_speed: bool) -> str:
+    """Format `814 of 7,409, 7,923/s, 1 s left`."""
+    parts = [f"{count(done)} of {count(total)}"]
+    if speed > 0:
+        parts += [f"{significant(speed, 2)}/s"] * says_speed + [f"{(total - done) / speed:,.0f} s left"]
+    return ", ".join(parts)
 
 
 @contextlib.contextmanager
@@ -404,6 +426,6 @@ def stages() -> Iterator[Callable[..., None]]:
                     bar.remove_task(task)
                 task = bar.add_task(what, total=total)
             name, latest = what, done
-            bar.update(task, completed=done, total=total, description=f"{what}: {note}" if note else what)
+            bar.update(task, completed=done, total=total, note=note, description=f"{what}: {note}" if note else what)
 
         yield report

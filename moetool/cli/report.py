@@ -67,7 +67,7 @@ def report(
     chosen = parse(ReportOptions, options.pop("report", {}), "report")
     policies = listed(policy) if policy else list(POLICIES)
     require_policies(policies, options)
-    with tables.progress(f"measuring {trace}", 100) as on_progress:
+    with tables.progress(f"measuring {trace} (%)", 100) as on_progress:
         made = measure(
             source,
             policies=policies,

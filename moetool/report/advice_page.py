@@ -53,11 +53,13 @@ def _cache(advice: Advice) -> Answer | None:
     known = [line for line in advice.lines if line.hit_rate is not None]
     if not known:
         return None
-    parts = [
-        f"{policy_label(line.policy or '', line.pool)} at {_share(line)} ({_percent(line.hit_rate)} hits)"
-        for line in known
-    ]
-    return Answer(question="Which cache policy?", answer=", ".join(parts), evidence=_where(advice, replayed=True))
+    hits: dict[str, list[str]] = {}
+    for line in known:
+        hits.setdefault(policy_label(line.policy or "", line.pool), []).append(
+            f"{_percent(line.hit_rate)} at {_share(line)}"
+        )
+    parts = [f"{name} hits {', '.join(rates)}" for name, rates in hits.items()]
+    return Answer(question="Which cache policy?", answer="; ".join(parts), evidence=_where(advice, replayed=True))
 
 
 def _distance(advice: Advice) -> Answer | None:
@@ -106,11 +108,11 @@ def _pinning(advice: Advice) -> Answer:
     parts = ", ".join(f"{_percent(line.pinned)} at {_share(line)}" for line in advice.lines)
     known = [line for line in advice.lines if line.hit_rate is not None]
     better = [line for line in known if line.pinned > (line.hit_rate or 0.0) and line.share < 1]
-    verdict = "; the best policy hits more at every size" if known else ""
+    verdict = "no, the best policy hits more at every size: " if known else "it hits "
     if better:
-        verdict = f"; more hits than the best policy at {', '.join(map(_share, better))}"
+        verdict = f"it hits more than the best policy at {', '.join(map(_share, better))}: "
     return Answer(
-        question="Is pinning the most used experts enough?", answer=f"it hits {parts}{verdict}", evidence=_where(advice)
+        question="Is pinning the most used experts enough?", answer=f"{verdict}{parts}", evidence=_where(advice)
     )
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from moetool.base.tables import TextTable, count, numbered, print_paragraph, print_table
+from moetool.base.tables import TextTable, count, numbered, percent, print_paragraph, print_table
 
 _MOST_LAYERS = 12
 _AHEAD = (1, 3, 6)  # distances of the overview
@@ -14,6 +14,7 @@ def print_evaluations(rows: Sequence[Any]) -> None:
     """Print a comparison of predictors: the best ones, an overview, then by task, the unseen one last."""
     for line in verdicts(rows):
         print_paragraph(line)
+    print()
     for table in (overview(rows), *(table for group in by_task(rows) for table in tables_of(group))):
         print_matches(table)
 
@@ -30,25 +31,24 @@ def verdicts(rows: Sequence[Any]) -> list[str]:
             if not trained:
                 continue
             best, row = max(trained, key=lambda pair: pair[0])
-            beside = ""
+            share, beside = percent(best, ".0f"), ""
             if others:
                 least, baseline = max(others, key=lambda pair: pair[0])
                 worth = "more than" if best > least else "no more than"
-                beside = f", {worth} the baseline {baseline.predictor} ({least:.0%})"
+                beside = f", {worth} the baseline {baseline.predictor} ({percent(least, '.0f')})"
             what = {"prefill": "prompts", "decode": "new tokens"}[phase]
-            found.append(
-                f"{what} {where}: {row.predictor} predicts most of the next layer's experts ({best:.0%}){beside}"
-            )
+            found.append(f"{what} {where}: {row.predictor} predicts most of the next layer's experts ({share}){beside}")
     return found
 
 
 def print_matches(table: TextTable) -> None:
     """Print one of these tables with its title and notes."""
-    print()
     print_paragraph(table.title)
     print_table("", table.columns, table.rows)
     for note in table.notes:
         print_paragraph(f"  {note}")
+    if table.notes:
+        print()
 
 
 def overview(rows: Sequence[Any]) -> TextTable:
@@ -152,10 +152,9 @@ def _of(score: Any, name: str) -> str:
 def _percent(value: float | None) -> str:
     if value is None:
         return "-"
-    percent = 100 * value
-    if 0 < percent < 0.001:
+    if 0 < value < 0.00001:
         return "< 0.001 %"
-    return f"{percent:,.0f} %" if percent >= 100 else f"{percent:.3g} %"
+    return percent(value, ",.0f" if value >= 1 else ".3g")
 
 
 def _ms(value: float) -> str:
@@ -164,6 +163,10 @@ def _ms(value: float) -> str:
 
 def _right(rows: Sequence[Any]) -> TextTable:
     shares = ("match", "exact", "at least one", "in 2k", "in prefill", "in decode")
+    counted: dict[str, list[str]] = {}
+    for row in rows:
+        if row.baseline is not None:
+            counted.setdefault(row.baseline, []).append(row.predictor)
     return TextTable(
         title=f"next layer's experts on {scope(rows)}",
         columns=("predictor", *shares[:4], "calib. error", *shares[4:]),
@@ -177,7 +180,7 @@ def _right(rows: Sequence[Any]) -> TextTable:
             ]
             for row in rows
         ],
-        notes=(*(f"{row.predictor} counted on {row.baseline}" for row in rows if row.baseline is not None),),
+        notes=tuple(f"{', '.join(names)} counted on {requests}" for requests, names in counted.items()),
     )
 
 

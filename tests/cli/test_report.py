@@ -33,7 +33,7 @@ def test_the_page_is_written_and_its_sentences_printed(
     assert "Expert affinity" in text and "Entropy of the routers&#39; own probabilities" in text
     style, body = text.split("</style>")
     assert "prefers-color-scheme: dark" in style and "#0072b2" in style and "#0072b2" not in body
-    assert '<td class="text">foresight at' in body  # sentences are wrapped, not cut off
+    assert '<td class="text">foresight hits' in body  # sentences are wrapped, not cut off
 
 
 def test_invalid_options_are_refused_before_measuring(

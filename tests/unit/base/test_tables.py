@@ -145,6 +145,22 @@ def test_lines_of_one_list_wrap_alike(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert lines == ["disk    3.0 GB/s", "as given", f"misses  {'x' * 60}", "published routes"]
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_amount_of_a_progress_line_stays_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    monkeypatch.setattr(sys, "stderr", _Terminal(sys.stderr))
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    with tables.stages() as report:
+        for done in (1_373, 2_746):
+            report("capturing a model of a long name", done, 7_799, "301 tokens/s, 0.15 experts read/token, 15.5 MB")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", capsys.readouterr().err).rstrip()
+    line = shown[shown.rindex("capturing") :]
+    assert re.search(r" 2,746 of 7,799(, \d+ s left)?$", line), line
+    assert len(line) <= width and ("━" in line) == (width == 120)
+
+
 def test_numbers_for_people() -> None:
     assert [tables.significant(n) for n in (142_840.6, 1000, 948.84, 0.41434, 0)] == [
         *("142,841", "1,000", "948.8", "0.4143", "0")
