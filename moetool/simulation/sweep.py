@@ -1,5 +1,6 @@
 """Simulations over a grid of GPUs, links, arrivals, modes and seeds."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moetool.base.config import parse_bytes
 from moetool.base.errors import UsageError, unknown_name
 from moetool.base.types import Cluster, Server
+from moetool.placement.demand import one_model
 from moetool.simulation.simulate import SimulationInputs, read_world, simulate
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
@@ -61,6 +63,7 @@ def sweep(
     Raises:
         UsageError: a value is invalid; else as `simulate`.
     """
+    one_model(traces, cluster)  # before traces of servers that the cluster lacks are left out
     options = options or SimulationOptions()
     names, runs = list(swept), []
     worlds: dict[tuple[str | None, str | None], SimulationInputs] = {}
@@ -128,14 +131,12 @@ def _whole(name: str, text: str) -> int:
 
 def _rate(text: str) -> float:
     """Parse bytes per second from `500Mbps`, `1Gbps` or an amount of bytes."""
-    for unit, bits in (("mbps", 1e6), ("gbps", 1e9), ("kbps", 1e3)):
-        number = text.lower().removesuffix(unit)
-        if number != text.lower():
-            try:
-                rate = float(number) * bits / 8
-            except ValueError:
-                rate = 0.0
-            if rate > 0:
-                return rate
-            raise UsageError(f"--sweep bandwidth: found {text!r}, expected a rate such as 500Mbps or 62.5MB")
-    return float(parse_bytes(text))
+    bits = next((bits for unit, bits in _BITS.items() if text.lower().endswith(unit)), None)
+    with contextlib.suppress(UsageError, ValueError):
+        rate = float(parse_bytes(text)) if bits is None else float(text[:-4]) * bits / 8
+        if rate > 0:
+            return rate
+    raise UsageError(f"--sweep bandwidth: found {text!r}, expected a rate such as 500Mbps or 62.5MB")
+
+
+_BITS = {"kbps": 1e3, "mbps": 1e6, "gbps": 1e9}

@@ -111,6 +111,8 @@ def test_commands_are_listed_in_the_order_in_which_they_are_met(run: Run) -> Non
 def test_wrong_model_path(run: Run, tmp_path: Path) -> None:
     _one_line(run("serve", "--port", 0, tmp_path / "none"), 2, "no model at", "'reference'")
     _one_line(run("serve", "--port", 0, tmp_path), 2, "has no config.json")
+    (tmp_path / "model.safetensors").touch()
+    _one_line(run("serve", "--port", 0, tmp_path / "model.safetensors"), 2, "is one file", "give its directory")
     _one_line(
         run("capture", tmp_path / "none", "--data", "chat", "--max-prompts", 1, "--out", tmp_path / "t"),
         2,

@@ -77,6 +77,8 @@ def test_what_is_wrong_is_said_in_one_line(run: Run, inputs: list[str], tmp_path
         ),
         (["--planner", "prism", "--arrivals", "often"], 2, "write poisson:10s"),
         (["--planner", "prism", "--sweep", "gpu=2"], 2, "did you mean 'gpus'"),
+        (["--planner", "prism", "--sweep", "bandwidth=x"], 2, "a rate such as 500Mbps"),
+        (["--planner", "prism", inputs[0].replace("=a=", "=other=")], 2, "unknown server 'other'"),
         (["--planner", "prism", "--figure", tmp_path / "drawn.txt"], 2, "not a supported figure format"),
         (["--planner", "prism", "--set", "seats=0"], 2, "expected at least 1"),
         (["--planner", ","], 2, "names no planner"),

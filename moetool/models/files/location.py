@@ -37,6 +37,8 @@ def locate(model: str) -> Path:
                 f"{path} is not a model: it has no config.json; give a directory in Hugging Face format{other}"
             )
         return path
+    if path.is_file():
+        raise UsageError(f"{path} is one file, expected a model; give its directory, or a .gguf file")
     name = _on_hub(
         model,
         f"no model at {model!r}: give {REFERENCE!r}, a local directory, a .gguf file, or a hub name like org/model",

@@ -169,12 +169,16 @@ class ModelFacts(GivenFacts):
             "layer_ids_L": said.layer_ids_L if said else self.moe_layers,
             "num_experts_L": said.num_experts_L if said else self.num_experts and (self.num_experts,) * num_layers,
             "top_k_L": said.top_k_L if said else self.top_k and (self.top_k,) * num_layers,
+            "expert_bytes_L": not said and self.expert_bytes and (self.expert_bytes,) * num_layers,
         }
         for name, value in expected.items():
-            if value and tuple(value) != getattr(found, name):
+            if value and tuple(value) != (there := getattr(found, name)):
+                setting = "moe_layers" if name == "layer_ids_L" else name.removesuffix("_L")
+                whose, remedy = "the given facts", f"leave out --set {setting}"
+                if said:
+                    whose, remedy = said.name, "name the model that it was recorded from"
                 raise MismatchError(
-                    f"{path} has {name.removesuffix('_L')} {_span(getattr(found, name))}, expected {_span(value)} of "
-                    f"{said.name if said else 'the given facts'}; name the model that it was recorded from"
+                    f"{path} has {name.removesuffix('_L')} {_span(there)}, expected {_span(value)} of {whose}; {remedy}"
                 )
         return said or found
 
