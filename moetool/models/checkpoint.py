@@ -495,14 +495,16 @@ def read_tokenizer(folder: Path, **options: Any) -> Any:
         options: arguments for transformers, such as the model's `config`.
 
     Raises:
-        UsageError: transformers cannot read a tokenizer in the folder.
+        UsageError: transformers cannot read a tokenizer in the folder, or would make an empty one.
         MismatchError: one of its files stands for another one (`require_itself`).
     """
     from transformers import AutoTokenizer
 
-    for pattern in _TOKENIZER_FILES:
-        for file in folder.glob(pattern):
-            require_itself(file)
+    files = [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)]
+    if not files:
+        raise UsageError(f"{folder} has no tokenizer; put the tokenizer.json of the model there")
+    for file in files:
+        require_itself(file)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
     except MemoryError:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moetool.base.errors import MismatchError, MoetoolError, UsageError
-from moetool.models.checkpoint import Checkpoint
+from moetool.models.checkpoint import Checkpoint, read_tokenizer
 from tests.refusals import refused
 from tests.tiny_shape import CONFIG, write_shape
 
@@ -58,3 +58,9 @@ def test_a_pipe_in_the_place_of_a_config_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with refused(MismatchError, "named pipe"):
         Checkpoint(tmp_path, weights=False)
+
+
+def test_a_folder_without_a_tokenizer_gets_no_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
+    with pytest.raises(UsageError, match=r"has no tokenizer; put the tokenizer\.json of the model there"):
+        read_tokenizer(tmp_path)
