@@ -179,14 +179,20 @@ class PlacementState:
         return [asdict(stage) for stage in made]
 
     def note(self, record: BatchRecord, moved_s: float, num_ranks: int) -> None:
-        """Record a finished batch; its seconds go to the oldest migration under way. Arguments as for `Costs.note`."""
+        """Record a finished batch; its bytes, and seconds by bytes, go to the oldest migrations under way.
+
+        Arguments as for `Costs.note`.
+        """
         self.used_GLE += record.tokens_GLE
         self.control.saw(record.tokens_GLE)
         self.costs.note(record, moved_s, num_ranks)
         under_way = [entry for entry in self._moving if entry["version"] is not None]
-        if under_way:
-            under_way[0]["taken_s"] += record.moved_s
+        left = record.moved_bytes
         for entry in under_way:
+            share = min(left, entry["bytes"] - entry["arrived_bytes"])
+            left -= share
+            entry["arrived_bytes"] += share
+            entry["taken_s"] += record.moved_s * share / max(1, record.moved_bytes)
             if record.version >= entry["version"]:
                 self._tell(self._moving.popleft())
 
@@ -196,7 +202,7 @@ class PlacementState:
         if decision.made:
             copies_GL = (decision.placed_GLE & ~self.placed_GLE).sum(axis=2)
             expected_s = float((copies_GL @ self._expert_bytes_L).max()) / self.costs.move_bytes_s
-            entry |= {"version": None, "expected_s": expected_s, "taken_s": 0.0}
+            entry |= {"version": None, "expected_s": expected_s, "taken_s": 0.0, "arrived_bytes": 0}
             self._moving.append(entry)
         self.history.append(entry)
 
