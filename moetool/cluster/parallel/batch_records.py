@@ -23,7 +23,8 @@ class BatchRecord:
         rows: rows of all GPUs.
         sent_GG: bytes of rows from GPU to GPU.
         moved_bytes: bytes of experts that arrived while it ran, or after the previous batch.
-        moved_during_exchange: part of these in an all-to-all.
+        moved_experts: completed copies of experts in that time.
+        moved_during_exchange: part of the bytes in an all-to-all.
         from_disk: experts read from the checkpoint because their source had ended.
         held: most experts that a rank held in this generation, including arrivals before a switch.
         version: version of the placement at its end.
@@ -44,6 +45,7 @@ class BatchRecord:
     rows: int
     sent_GG: np.ndarray
     moved_bytes: int
+    moved_experts: int
     moved_during_exchange: int
     from_disk: int
     held: int
@@ -95,6 +97,7 @@ def record_of(
         rows=int(rows_GSL.sum()),
         sent_GG=sent_GG,
         moved_bytes=sum(message["moved"]["bytes"] for message in done.values()),
+        moved_experts=sum(message["moved"]["experts"] for message in done.values()),
         moved_during_exchange=sum(message["moved"]["during_exchange"] for message in done.values()),
         from_disk=sum(message["moved"]["from_disk"] for message in done.values()),
         held=max(message["held"] for message in done.values()),

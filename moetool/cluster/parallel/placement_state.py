@@ -44,7 +44,7 @@ class PlacementState:
         costs: measured costs for decisions.
         decisions: the last thousand decisions.
         history: the last two hundred as JSON objects, with the batch that each is for and, if experts move, the
-            expected and measured transfer seconds of the busiest rank.
+            expected and measured transfer seconds of the busiest rank, and how many copies have arrived.
         late: number of decisions dropped because their batch had begun.
         error: the last failure of the control; serving goes on without its decision.
         placed_GLE: the placement after the newest stage.
@@ -179,20 +179,22 @@ class PlacementState:
         return [asdict(stage) for stage in made]
 
     def note(self, record: BatchRecord, moved_s: float, num_ranks: int) -> None:
-        """Record a finished batch; its bytes, and seconds by bytes, go to the oldest migrations under way.
+        """Record a finished batch; its seconds go to the migrations under way, oldest first, by experts that arrived.
 
-        Arguments as for `Costs.note`.
+        Seconds are of the busiest rank, experts of all ranks: none says which migration a piece is of. Arguments as for
+        `Costs.note`.
         """
         self.used_GLE += record.tokens_GLE
         self.control.saw(record.tokens_GLE)
         self.costs.note(record, moved_s, num_ranks)
         under_way = [entry for entry in self._moving if entry["version"] is not None]
-        left = record.moved_bytes
+        left, left_s = record.moved_experts, record.moved_s
         for entry in under_way:
-            share = min(left, entry["bytes"] - entry["arrived_bytes"])
-            left -= share
-            entry["arrived_bytes"] += share
-            entry["taken_s"] += record.moved_s * share / max(1, record.moved_bytes)
+            came = min(left, entry["copies"] - entry["arrived"])
+            seconds = left_s if came == left or entry is under_way[-1] else record.moved_s * came / record.moved_experts
+            entry["arrived"] += came
+            entry["taken_s"] += seconds
+            left, left_s = left - came, left_s - seconds
             if record.version >= entry["version"]:
                 self._tell(self._moving.popleft())
 
@@ -202,7 +204,7 @@ class PlacementState:
         if decision.made:
             copies_GL = (decision.placed_GLE & ~self.placed_GLE).sum(axis=2)
             expected_s = float((copies_GL @ self._expert_bytes_L).max()) / self.costs.move_bytes_s
-            entry |= {"version": None, "expected_s": expected_s, "taken_s": 0.0, "arrived_bytes": 0}
+            entry |= {"version": None, "expected_s": expected_s, "taken_s": 0.0, "arrived": 0}
             self._moving.append(entry)
         self.history.append(entry)
 

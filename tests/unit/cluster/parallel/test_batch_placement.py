@@ -221,7 +221,7 @@ def test_a_decision_is_carried_out_once_or_dropped_when_it_is_late() -> None:
     assert SPEC.slot_bytes / link_bytes_s <= entry["expected_s"] <= moved * SPEC.slot_bytes / link_bytes_s
     values = dict.fromkeys(BatchRecord.__dataclass_fields__, 0)
     values |= {"sent_GG": np.zeros((2, 2)), "moved_s": 0.5, "tokens_GLE": placed([0], [1])}
-    values["moved_bytes"] = entry["bytes"] / 2
+    values["moved_experts"] = moved // 2
     for number, version in ((4, 1), (5, placing.version)):
         placing.note(BatchRecord(**{**values, "version": version}), 0.5, 2)
         assert (entry["taken_s"], len(lines)) == ((0.5, 0) if number == 4 else (1.0, 1))
@@ -230,17 +230,16 @@ def test_a_decision_is_carried_out_once_or_dropped_when_it_is_late() -> None:
     busy.order([0, 1])
     epoch, _, found = answer
     assert isinstance(found, Decision)
-    sent = []
+    sent, part = [], 7 / (found.copies + 1)
     for batch in range(5, 9):  # each is decided before the batch ahead of it has ended
         goal_GLE = found.placed_GLE if batch % 2 else before
         sent.append(busy.decided(epoch, batch, replace(found, placed_GLE=goal_GLE), batch - 1)[-1]["version"])
         if batch > 5:
-            arrived = found.bytes * (1.5 if batch == 7 else 0.5 if batch == 8 else 1)
-            busy.note(
-                BatchRecord(**{**values, "version": sent[-2], "moved_s": batch, "moved_bytes": arrived}), batch, 2
-            )
-    busy.note(BatchRecord(**{**values, "version": sent[-1], "moved_s": 9, "moved_bytes": found.bytes}), 9, 2)
-    assert [entry["taken_s"] for entry in busy.history] == pytest.approx([6, 7 / 1.5, 7 / 3 + 8, 9])
+            came = found.copies + (batch == 7) - (batch == 8)
+            arrived = {"version": sent[-2], "moved_s": batch, "moved_experts": came}
+            busy.note(BatchRecord(**{**values, **arrived}), batch, 2)
+    busy.note(BatchRecord(**{**values, "version": sent[-1], "moved_s": 9, "moved_experts": found.copies}), 9, 2)
+    assert [entry["taken_s"] for entry in busy.history] == pytest.approx([6, 7 - part, part + 8, 9])
     late = open_placing("overlap")
     late.order([0, 1])
     assert late.decided(*answer, 5) == [] and late.late == 1  # type: ignore[arg-type]

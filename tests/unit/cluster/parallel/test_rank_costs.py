@@ -27,7 +27,7 @@ def record(**values: Any) -> BatchRecord:
     """A batch of two ranks: a second, half of it computing; 100 rows in 0.2 s on each."""
     whole = {"number": 0, "requests": 2, "seconds": 1.0, "ready_s": 0.0, "waited_s": 0.0, "steps": 1, "hottest": 50}
     none = np.zeros((2, 2), np.int64)
-    moved = {"moved_bytes": 0, "moved_during_exchange": 0, "from_disk": 0, "held": 2, "version": 1}
+    moved = {"moved_bytes": 0, "moved_experts": 0, "moved_during_exchange": 0, "from_disk": 0, "held": 2, "version": 1}
     seconds = {"expert_s": 0.2, "dense_s": 0.3, "exchange_s": 0.5}
     return BatchRecord(**{**whole, **moved, **seconds, "rows": 100, "sent_GG": none, "tokens_GLE": none, **values})
 
