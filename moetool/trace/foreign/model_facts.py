@@ -169,7 +169,7 @@ class ModelFacts(GivenFacts):
             "layer_ids_L": said.layer_ids_L if said else self.moe_layers,
             "num_experts_L": said.num_experts_L if said else self.num_experts and (self.num_experts,) * num_layers,
             "top_k_L": said.top_k_L if said else self.top_k and (self.top_k,) * num_layers,
-            "expert_bytes_L": not said and self.expert_bytes and (self.expert_bytes,) * num_layers,
+            "expert_bytes_L": not said and found.sized and self.expert_bytes and (self.expert_bytes,) * num_layers,
         }
         for name, value in expected.items():
             if value and tuple(value) != (there := getattr(found, name)):
@@ -180,6 +180,8 @@ class ModelFacts(GivenFacts):
                 raise MismatchError(
                     f"{path} has {name.removesuffix('_L')} {_span(there)}, expected {_span(value)} of {whose}; {remedy}"
                 )
+        if not found.sized and self.expert_bytes:
+            found = replace(found, expert_bytes_L=(self.expert_bytes,) * num_layers)
         return said or found
 
 

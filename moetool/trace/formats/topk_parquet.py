@@ -160,8 +160,9 @@ def _spec(path: Path, header: dict[str, str], facts: ModelFacts) -> ModelSpec:
     num_experts, top_k = (_number(path, header, key) for key in ("num_experts", "top_k"))
     if top_k > num_experts:
         raise MismatchError(f"{path} has top_k {top_k} of num_experts {num_experts}, expected at most {num_experts}")
-    told = _number(path, header, "expert_bytes") if "expert_bytes" in header else None
-    expert_bytes = told or facts.known("expert_bytes") or known.get("expert_bytes") or UNKNOWN_BYTES
+    expert_bytes = _number(path, header, "expert_bytes") if "expert_bytes" in header else UNKNOWN_BYTES
+    if expert_bytes == UNKNOWN_BYTES:
+        expert_bytes = facts.known("expert_bytes") or known.get("expert_bytes") or UNKNOWN_BYTES
     layers = tuple(range(first, last + 1))
     told_facts = {"layers": layers, "num_experts": num_experts, "top_k": top_k, "expert_bytes": expert_bytes}
     return spec_from_routes(

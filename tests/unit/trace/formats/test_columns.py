@@ -16,6 +16,7 @@ from moetool.base.errors import MoetoolError, UsageError
 from moetool.cli.main import app
 from moetool.trace.expert_counts import ExpertCounts
 from moetool.trace.foreign.column_table import parse_map
+from moetool.trace.foreign.exporting import export_trace
 from moetool.trace.foreign.importing import formats_with, import_trace
 from moetool.trace.reader import Trace
 from tests import foreign
@@ -226,6 +227,19 @@ def test_what_is_no_table_is_refused_with_one_line(tmp_path: Path, text: str) ->
         with pytest.raises(MoetoolError) as refusal:
             import_trace([tmp_path / "f"], "columns", tmp_path / "t", settings=SAID, mapping=mapping)
         assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("format", ["route_csv", "topk_parquet"])
+def test_a_size_that_a_file_does_not_know_may_be_given(format: str, tmp_path: Path) -> None:
+    file = write_csv(tmp_path / "c.csv", [row | {"task": "one"} for row in long_rows()])
+    import_trace([file], None, tmp_path / "t", settings={"num_experts": EXPERTS})
+    assert not Trace(tmp_path / "t").spec.sized
+    export_trace(tmp_path / "t", format, tmp_path / "again")
+    import_trace([tmp_path / "again"], format, tmp_path / "u", settings={"expert_bytes": 1000})
+    assert Trace(tmp_path / "u").spec.expert_bytes_L == (1000,) * LAYERS
+    export_trace(tmp_path / "u", format, tmp_path / "sized")
+    with refused(MoetoolError, "expert_bytes 1000", "expected 9", "leave out --set expert_bytes"):
+        import_trace([tmp_path / "sized"], format, tmp_path / "v", settings={"expert_bytes": 9})
 
 
 def test_counts_of_any_table(tmp_path: Path) -> None:
