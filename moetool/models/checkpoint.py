@@ -500,19 +500,20 @@ def read_tokenizer(folder: Path, **options: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
-    files = [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)]
-    if not files:
-        raise UsageError(f"{folder} has no tokenizer; put the tokenizer.json of the model there")
-    for file in files:
-        require_itself(file)
+    for pattern in _TOKENIZER_FILES:
+        for file in folder.glob(pattern):
+            require_itself(file)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
+        made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
     except MemoryError:
         raise
     except Exception as error:  # transformers checks little and raises any error
         if not _is_code(folder / "tokenizer_config.json"):
             raise UsageError(f"{folder} has no tokenizer that can be read: {_fault_of_files(folder, error)}") from None
-    return read_fast_tokenizer(folder)
+        return read_fast_tokenizer(folder)
+    if len(made) <= len(getattr(made, "added_tokens_decoder", ())):  # transformers made it from the config alone
+        raise UsageError(f"{folder} has no tokenizer; put the tokenizer.json of the model there")
+    return made
 
 
 def _fault_of_files(folder: Path, error: Exception) -> str:

@@ -60,7 +60,9 @@ def test_a_pipe_in_the_place_of_a_config_is_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path, weights=False)
 
 
-def test_a_folder_without_a_tokenizer_gets_no_empty_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", ["README.md", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_folder_without_a_tokenizer_gets_no_empty_one(beside: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
+    (tmp_path / beside).write_text("{}")
     with pytest.raises(UsageError, match=r"has no tokenizer; put the tokenizer\.json of the model there"):
         read_tokenizer(tmp_path)
