@@ -93,7 +93,7 @@ def bfloat16_units(machine: Machine) -> MachineCheck:
     means = {
         "AMX": "prompts run several times as fast in bfloat16",
         "AVX512-BF16": "prompts run faster in bfloat16",
-        "": "bfloat16 is emulated: compute in float32, the default on a CPU without these units",
+        "": "products of bfloat16 are computed in float32; a checkpoint in bfloat16 still moves half the bytes",
     }
     return MachineCheck(
         name="bfloat16 units",
