@@ -352,8 +352,8 @@ def _bars() -> "Progress":
     from rich.text import Text
 
     console = Console(stderr=True)
-    begun: dict[int, tuple[float, float]] = {}  # amount and time of a task's first report
-    longest: dict[int, int] = {}
+    begun: dict[int, tuple[float, float]] = {}  # amount and time when a task first had an amount: excludes loading
+    longest: dict[int, int] = {}  # so that the bar keeps its width
 
     class Line(ProgressColumn):
         def render(self, task: Task) -> Table:
@@ -361,7 +361,7 @@ def _bars() -> "Progress":
             done, began_s = begun.setdefault(task.id, (task.completed, now_s)) if task.completed else (0.0, now_s)
             speed = (task.completed - done) / max(now_s - began_s, 1e-9)
             amount = f"{now_s:,.0f} s"
-            if total > 1:
+            if total > 1:  # "0 of 1" says less than the seconds
                 amount = _amount(task.completed, total, speed, says_speed=not task.fields.get("note"))
             longest[task.id] = max(len(amount), longest.get(task.id, 0))
             room = console.width - longest[task.id] - 1
@@ -381,7 +381,7 @@ _SHORTEST_BAR = 8
 
 
 def _amount(done: float, total: float, speed: float, *, says_speed: bool) -> str:
-    """Format `814 of 7,409, 7,923/s, 1 s left`."""
+    """Format `814 of 7,409, 7,923/s, 1 s left`; `says_speed` is false where a note has a rate of its own."""
     parts = [f"{count(done)} of {count(total)}"]
     if speed > 0:
         parts += [f"{significant(speed, 2)}/s"] * says_speed + [f"{(total - done) / speed:,.0f} s left"]
@@ -409,7 +409,8 @@ def stages() -> Iterator[Callable[..., None]]:
     """Show progress of work in several stages, with rate and time left; see `progress`.
 
     Gives:
-        A function to call with the activity ("training on tokens"), the amount done, the total, and optionally a note.
+        A function to call with the activity ("training on tokens"), the amount done, the total (None: not known yet),
+        and optionally a note.
     """
     if not shows_progress():
         with _lines("preparing") as say:
@@ -419,7 +420,7 @@ def stages() -> Iterator[Callable[..., None]]:
         task: Any = None
         name, latest = "", 0
 
-        def report(what: str, done: int, total: int, note: str = "") -> None:
+        def report(what: str, done: int, total: int | None, note: str = "") -> None:
             nonlocal task, name, latest
             if task is None or what != name or done < latest:  # a new stage, or the same one again
                 if task is not None:

@@ -71,7 +71,7 @@ def progress_note(tokens: int, seconds: float, reads: ExpertReads | None) -> str
     note = f"{significant(tokens / max(seconds, 1e-9), 3)} tokens/s"
     if reads is not None and reads.tokens:
         read = count(reads.disk_bytes + reads.host_bytes, "B")
-        note += f", {reads.experts / reads.tokens:.2f} experts read/token, {read}"
+        note += f", {reads.experts / reads.tokens:.2f} experts/token, {read} read"
     return note
 
 

@@ -172,7 +172,7 @@ def capture(
     )
     setup = RunSetup(memory=memory, overwrite=overwrite, resume=resume, on_note=note)
     with tables.stages() as report:
-        report(f"capturing {model}", 0, 1)
+        report(f"capturing {model}", 0, None)  # seconds until the first forward
         setup = replace(setup, on_progress=partial(report, f"capturing {model}"))
         if cluster is not None:
             from moetool.cluster.capture_shards import capture_on_cluster

@@ -134,7 +134,7 @@ def _rate(text: str) -> float:
     bits = next((bits for unit, bits in _BITS.items() if text.lower().endswith(unit)), None)
     with contextlib.suppress(UsageError, ValueError):
         rate = float(parse_bytes(text)) if bits is None else float(text[:-4]) * bits / 8
-        if rate > 0:
+        if 0 < rate < float("inf"):
             return rate
     raise UsageError(f"--sweep bandwidth: found {text!r}, expected a rate such as 500Mbps or 62.5MB")
 

@@ -222,9 +222,7 @@ class PooledResidentForward(_AttendedForward):
             out_TD = torch.zeros_like(hidden_TD)
             for expert, key in here.items():
                 rows, ranks = torch.where(index_TK == expert)
-                x = hidden_TD[rows]
-                if self._store.files.has_weights(key):
-                    x = layer.form.compute(x, self._store.ready(key, slot_of[key]))
+                x = layer.form.compute(hidden_TD[rows], self._store.ready(key, slot_of[key]))
                 out_TD[rows] += (x * weights_TK[rows, ranks, None]).to(out_TD.dtype)
             return out_TD
 

@@ -286,8 +286,9 @@ class ExpertStore:
         job.done = True
 
     def bytes_of(self, key: int, slot: int) -> torch.Tensor:
-        """Copy expert `key` from `slot` to the CPU. Raises: see `ready`."""
-        self.ready(key, slot)
+        """Copy expert `key` from `slot` to the CPU; zeros if it has no weights. Raises: see `ready`."""
+        if not self.ready(key, slot):
+            return torch.zeros_like(self.slots[slot], device="cpu")
         return self.slots[slot].to("cpu", copy=True)
 
     @contextlib.contextmanager

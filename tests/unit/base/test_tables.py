@@ -154,7 +154,7 @@ def test_the_amount_of_a_progress_line_stays_whole(
     monkeypatch.setenv("TERM", "xterm")
     with tables.stages() as report:
         for done in (1_373, 2_746):
-            report("capturing a model of a long name", done, 7_799, "301 tokens/s, 0.15 experts read/token, 15.5 MB")
+            report("capturing a model of a long name", done, 7_799, "301 tokens/s, 0.15 experts/token, 15.5 MB read")
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", capsys.readouterr().err).rstrip()
     line = shown[shown.rindex("capturing") :]
     assert re.search(r" 2,746 of 7,799(, \d+ s left)?$", line), line
