@@ -130,6 +130,8 @@ class Trace:
 
     def __init__(self, path: str | Path) -> None:
         self.path = path = Path(path)
+        if path.is_file():
+            raise UsageError(f"{path} is one file, not a trace; make one with: moetool trace import {path} --out DIR")
         if not path.is_dir():
             raise UsageError(f"no trace at {path}; make one with: moetool capture MODEL --data NAME --out {path}")
         while True:

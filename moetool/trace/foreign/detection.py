@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moetool.base import plugins
-from moetool.base.errors import UsageError
-from moetool.trace.foreign.file_sample import FileSample
+from moetool.base.errors import UsageError, shortened
+from moetool.trace.foreign.file_sample import FileSample, read_objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,18 @@ def guess(path: Path) -> Guess:
 
     Raises:
         UsageError: there is no such file, none recognizes it, or several do.
+        MismatchError: it begins like JSON and is none.
     """
     if not path.exists():
         raise UsageError(f"no file at {path}; give the path of a file of routes or counts")
     found = candidates(path)
     if not found:
+        first = next(iter(FileSample(path).lines), "")
+        if first.lstrip()[:1] in ("{", "["):
+            read_objects(path)
+        begins = f" (it begins with {shortened(first, 60)!r})" if first else ""
         raise UsageError(
-            f"{path} has an unknown format; name it with --format, or the columns of a table with --map "
+            f"{path} has an unknown format{begins}; name it with --format, or the columns of a table with --map "
             f"layer=COLUMN,expert=COLUMN"
         )
     if len(found) > 1:

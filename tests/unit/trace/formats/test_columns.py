@@ -242,6 +242,17 @@ def test_a_size_that_a_file_does_not_know_may_be_given(format: str, tmp_path: Pa
         import_trace([tmp_path / "sized"], format, tmp_path / "v", settings={"expert_bytes": 9})
 
 
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [('{"a":\n', ("line 1 is not JSON", "cut off")), ("a,b\n1,2\n", ("it begins with 'a,b'", "--map layer=COLUMN"))],
+)
+def test_a_file_that_no_format_knows_is_quoted(text: str, facts: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "f").write_text(text)
+    with pytest.raises(MoetoolError) as refusal:
+        import_trace([tmp_path / "f"], None, tmp_path / "t")
+    assert "\n" not in str(refusal.value) and all(fact in str(refusal.value) for fact in facts)
+
+
 def test_counts_of_any_table(tmp_path: Path) -> None:
     counts = np.random.default_rng(3).integers(1, 9, (LAYERS, EXPERTS))
     rows = [{"Layer": i + 1, "Expert": e, "Count": int(counts[i, e])} for i in range(LAYERS) for e in range(EXPERTS)]
