@@ -82,6 +82,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 def _case(family: str, size: int, folder: Path) -> Case:
     families.save(family, folder / "model")
+    for file in (ROOT / "data" / "reference-moe").glob("tokenizer*"):
+        shutil.copy(file, folder / "model")
     draw = torch.Generator().manual_seed(0)
     items = [
         Item(
