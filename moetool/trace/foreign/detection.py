@@ -5,7 +5,7 @@ from pathlib import Path
 
 from moetool.base import plugins
 from moetool.base.errors import UsageError, shortened
-from moetool.trace.foreign.file_sample import FileSample, read_objects
+from moetool.trace.foreign.file_sample import PARSED_BYTES, FileSample, read_objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,15 @@ def guess(path: Path) -> Guess:
 
     Raises:
         UsageError: there is no such file, none recognizes it, or several do.
-        MismatchError: it begins like JSON and is none.
+        MismatchError: it begins like JSON and is none; of a large file only the beginning is judged.
     """
     if not path.exists():
         raise UsageError(f"no file at {path}; give the path of a file of routes or counts")
     found = candidates(path)
     if not found:
         first = next(iter(FileSample(path).lines), "")
-        if first.lstrip()[:1] in ("{", "["):
-            read_objects(path)
+        if first.lstrip()[:1] in ("{", "[") and path.stat().st_size <= PARSED_BYTES:
+            read_objects(path)  # which names the line that is no JSON
         begins = f" (it begins with {shortened(first, 60)!r})" if first else ""
         raise UsageError(
             f"{path} has an unknown format{begins}; name it with --format, or the columns of a table with --map "

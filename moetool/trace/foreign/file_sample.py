@@ -14,7 +14,8 @@ from moetool.base.errors import MismatchError, first_line
 
 _HEAD_BYTES = 1 << 16
 _HEAD_LINES = 200
-_PARSED_BYTES = 1 << 26
+PARSED_BYTES = 1 << 26
+"""Most bytes of a file that detection parses."""
 _GZIP = b"\x1f\x8b"
 _MOST_BYTES = 1 << 32
 """Limit of a decompressed file: a small one can hold far more than memory."""
@@ -130,7 +131,7 @@ class FileSample:
                 found = None
         if found is None and self.head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"[", b"{"):
             try:
-                text = read_head(self.path, _PARSED_BYTES).decode("utf-8-sig", "ignore").lstrip()
+                text = read_head(self.path, PARSED_BYTES).decode("utf-8-sig", "ignore").lstrip()
                 found = json.JSONDecoder().raw_decode(text)[0]
             except (ValueError, RecursionError):
                 found = None
