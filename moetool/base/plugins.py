@@ -57,12 +57,7 @@ _PARTS = {
 }
 """Required attributes of a module of each kind; `:NAME` replaces the last."""
 
-_FLAGS = {
-    "--policy": ("policy",),
-    "--planner": ("planner",),
-    "--mode": ("planner",),
-    "--format": ("format", "export"),
-}
+_FLAGS = {"--policy": ("policy",), "--planner": ("planner",), "--mode": ("planner",), "--format": ("format", "export")}
 """Options whose values name plugins, single or comma-separated, of these kinds."""
 
 _CALLED = {"format": "format of routes", "export": "format of plans"}

@@ -39,12 +39,7 @@ class ReplayedRequest:
 
 
 def choose(
-    trace: Trace,
-    *,
-    requests: int,
-    new_tokens: int,
-    prompt_share: float | None,
-    predictor: Any = None,
+    trace: Trace, *, requests: int, new_tokens: int, prompt_share: float | None, predictor: Any = None
 ) -> list[ReplayedRequest]:
     """First requests of a trace that are long enough and not in the predictor's training data.
 

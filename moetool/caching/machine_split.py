@@ -277,11 +277,7 @@ class MachineSplit:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        costs: SplitCosts = EQUAL_COSTS,
-        mode: str = "both",
-        host_experts: int | None = None,
+        self, spec: ModelSpec, costs: SplitCosts = EQUAL_COSTS, mode: str = "both", host_experts: int | None = None
     ) -> None:
         if mode not in MODES:
             raise unknown_name("place of misses", mode, MODES)

@@ -103,11 +103,7 @@ class Captured:
 
 
 def capture(
-    model: str,
-    prompts: Iterable[Prompt],
-    out: Path,
-    options: CaptureOptions,
-    setup: RunSetup = NEW_RUN,
+    model: str, prompts: Iterable[Prompt], out: Path, options: CaptureOptions, setup: RunSetup = NEW_RUN
 ) -> Captured:
     """Run a model over prompts and record its routers.
 
@@ -134,11 +130,7 @@ def capture(
 
 
 def open_plan(
-    model: str,
-    prompts: Iterable[Prompt],
-    out: Path,
-    options: CaptureOptions,
-    setup: RunSetup,
+    model: str, prompts: Iterable[Prompt], out: Path, options: CaptureOptions, setup: RunSetup
 ) -> "tuple[CapturePlan, ChosenRun]":
     """Plan a capture, after cheap checks, as its interrupted run was composed; returns how it runs too."""
     if options.dtype is not None:
@@ -235,10 +227,7 @@ def enter_stage(plan: CapturePlan, chosen: ChosenRun, out: Path, setup: RunSetup
 
 
 def run_batches(
-    stage: CaptureFolder,
-    batches: Sequence[int],
-    open_model: OpenModel,
-    on_progress: OnProgress | None = None,
+    stage: CaptureFolder, batches: Sequence[int], open_model: OpenModel, on_progress: OnProgress | None = None
 ) -> ExpertReads | None:
     """Forward some batches of a capture, and store their rows; returns what was read.
 

@@ -9,17 +9,7 @@ import typer
 from moetool.base import durable, plugins, tables
 from moetool.base.config import parse, parse_bytes, parse_settings
 from moetool.base.errors import UsageError, unknown_name
-from moetool.cli.flags import (
-    Jobs,
-    Json,
-    Model,
-    Overwrite,
-    PredictorDir,
-    Recipe,
-    listed,
-    require_policies,
-    settable,
-)
+from moetool.cli.flags import Jobs, Json, Model, Overwrite, PredictorDir, Recipe, listed, require_policies, settable
 
 if TYPE_CHECKING:
     from moetool.bench.bench_result import BenchResult

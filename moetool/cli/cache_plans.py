@@ -56,8 +56,7 @@ def plan_cache(
         typer.Option(help="Find the least memory that reaches this time per output token, e.g. 80ms; needs --profile."),
     ] = None,
     frontier: Annotated[
-        int,
-        typer.Option(min=0, help="Number of memory sizes on the frontier, from the smallest pool to all experts."),
+        int, typer.Option(min=0, help="Number of memory sizes on the frontier, from the smallest pool to all experts.")
     ] = 3,
     draw: Annotated[
         Path | None, typer.Option(help="Figure of the memory-latency frontier: an .svg, .png or .pdf file.")
@@ -223,8 +222,7 @@ def plan_alpha(
     target_tpot: Annotated[str, typer.Option(help="Limit of the time per output token, e.g. 80ms.")],
     out: Annotated[Path, typer.Option("--out", help="Plan file to write (JSON), for 'moetool serve --plan'.")],
     device_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory for weights, KV cache and experts, e.g. 64MB (default: what is free)."),
+        str | None, typer.Option(help="Memory for weights, KV cache and experts, e.g. 64MB (default: what is free).")
     ] = None,
     device: ServedDevice = None,
     host_memory: ServedHostMemory = None,

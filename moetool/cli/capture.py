@@ -74,8 +74,7 @@ def capture(
     ] = None,
     threads: Annotated[int, typer.Option(min=0, help="Compute threads (0: automatic).")] = 0,
     device_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory for weights, KV cache and experts, e.g. 16GB (default: what is free)."),
+        str | None, typer.Option(help="Memory for weights, KV cache and experts, e.g. 16GB (default: what is free).")
     ] = None,
     device: ServedDevice = None,
     host_memory: ServedHostMemory = None,

@@ -140,14 +140,7 @@ def _train(out: Path, recipe: dict[str, Any]) -> None:
     from moetool.training.training import train
 
     options = parse_settings(recipe["settings"])
-    card = train(
-        "next_use",
-        out / "trace",
-        out / "predictor",
-        options=options,
-        seed=recipe["seed"],
-        overwrite=True,
-    )
+    card = train("next_use", out / "trace", out / "predictor", options=options, seed=recipe["seed"], overwrite=True)
     print(f"     {tables.count(card['tokens']['train'])} tokens, {card['seconds']:.0f} s")
     print_matches(overview(evaluate([out / "predictor"], out / "trace")))
 

@@ -125,8 +125,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 PredictorDir = Annotated[Path | None, typer.Option("--predictor", help="Directory of a trained predictor.")]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Machine costs from 'moetool profile'.")]
 ServedDevice = Annotated[
-    str | None,
-    typer.Option("--device", help="Compute device: cpu or cuda (default: cuda if present, else cpu)."),
+    str | None, typer.Option("--device", help="Compute device: cpu or cuda (default: cuda if present, else cpu).")
 ]
 ServedHostMemory = Annotated[
     str | None,
@@ -137,8 +136,7 @@ ServedHostMemory = Annotated[
     ),
 ]
 ApiKey = Annotated[
-    str | None,
-    typer.Option(envvar="MOETOOL_API_KEY", show_default=False, help="API key that clients must send."),
+    str | None, typer.Option(envvar="MOETOOL_API_KEY", show_default=False, help="API key that clients must send.")
 ]
 Recipe = Annotated[
     Path | None,

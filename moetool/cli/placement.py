@@ -24,13 +24,11 @@ _MORE = f"{', '.join(_SETTINGS)} (see 'moetool guide placements')"
 Traces = Annotated[
     list[str],
     typer.Option(
-        "--trace",
-        help="SERVER=DIR: trace or counts of a server's requests (repeatable), or DIR: of the whole cluster.",
+        "--trace", help="SERVER=DIR: trace or counts of a server's requests (repeatable), or DIR: of the whole cluster."
     ),
 ]
 ClusterFile = Annotated[
-    Path,
-    typer.Option("--cluster", help="TOML file with servers, GPUs and links, or one server's GPUs such as 8x80GB."),
+    Path, typer.Option("--cluster", help="TOML file with servers, GPUs and links, or one server's GPUs such as 8x80GB.")
 ]
 Profile = Annotated[
     Path | None, typer.Option("--profile", help="Machine costs from 'moetool profile' (default: unit costs).")
@@ -55,8 +53,7 @@ CMax = Annotated[
 Engine = Annotated[
     str | None,
     typer.Option(
-        "--for",
-        help="Target engine, with its slots, routing and balance: sglang, vllm, tensorrt_llm or vllm_ascend.",
+        "--for", help="Target engine, with its slots, routing and balance: sglang, vllm, tensorrt_llm or vllm_ascend."
     ),
 ]
 SlotsPerGpu = Annotated[

@@ -94,8 +94,7 @@ def replay(
         ),
     ] = [],
     draw: Annotated[
-        Path | None,
-        typer.Option(help="Figure of loaded bytes and hit rate by memory: an .svg, .png or .pdf file."),
+        Path | None, typer.Option(help="Figure of loaded bytes and hit rate by memory: an .svg, .png or .pdf file.")
     ] = None,
     jobs: Jobs = 0,
     as_json: Json = False,

@@ -31,8 +31,7 @@ def serve(
         str | None, typer.Option(help="Serve on a cluster: local:N for N local servers, or HOST:PORT of a Ray head.")
     ] = None,
     mode: Annotated[
-        str | None,
-        typer.Option(help="Cluster mode: edge, or ep for expert parallelism (default: edge)."),
+        str | None, typer.Option(help="Cluster mode: edge, or ep for expert parallelism (default: edge).")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Cache policy, or auto (default: the plan's, else auto).")] = None,
     predictor: Annotated[
@@ -103,12 +102,7 @@ def serve(
                 open_predictor(predictor)
     values |= {} if host_memory is None else {"host_memory_bytes": sizes["host"]}
     if cluster is not None:
-        given = {
-            "--policy": policy,
-            "--device-memory": device_memory,
-            "--process-memory": process_memory,
-            "--log": log,
-        }
+        given = {"--policy": policy, "--device-memory": device_memory, "--process-memory": process_memory, "--log": log}
         cli_cluster.serve_cluster(
             ClusterCommand(
                 model=model,

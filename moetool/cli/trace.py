@@ -94,8 +94,7 @@ def split(
     out: Out,
     by: Annotated[str, typer.Option(help="Key to split by: task, label or request.")],
     share: Annotated[
-        list[str] | None,
-        typer.Option(help="Shares of the requests, e.g. 0.8 or 0.6,0.2; the rest is one more part."),
+        list[str] | None, typer.Option(help="Shares of the requests, e.g. 0.8 or 0.6,0.2; the rest is one more part.")
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -171,8 +170,7 @@ def import_files(
     ],
     out: Out,
     format: Annotated[
-        str | None,
-        typer.Option(help="Format of the files, e.g. vllm_routed_experts or columns (default: detected)."),
+        str | None, typer.Option(help="Format of the files, e.g. vllm_routed_experts or columns (default: detected).")
     ] = None,
     columns: Annotated[
         list[str],

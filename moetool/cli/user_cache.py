@@ -35,11 +35,7 @@ def cache(
         print(f"{cache_folder()} is empty")
         return
     rows = [
-        [
-            k.model,
-            tables.count(k.num_bytes, "B"),
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(k.changed)),
-        ]
+        [k.model, tables.count(k.num_bytes, "B"), time.strftime("%Y-%m-%d %H:%M", time.localtime(k.changed))]
         for k in kept
     ]
     tables.print_table(f"files in {cache_folder()}", ["name", "size", "date"], rows)

@@ -20,14 +20,7 @@ from moetool.cluster.certificates import Authority
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.fork_server import ForkServer
 from moetool.cluster.worker_link import WorkerDied, WorkerLink
-from moetool.cluster.worker_process import (
-    ProcessOrder,
-    ProcessRecord,
-    end_process,
-    lives,
-    new_mark,
-    start_process,
-)
+from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, end_process, lives, new_mark, start_process
 
 _LOG = logging.getLogger(__name__)
 

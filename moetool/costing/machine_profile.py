@@ -8,13 +8,7 @@ from moetool.base.errors import MismatchError, UsageError
 from moetool.base.machine import Machine
 from moetool.base.types import ModelSpec
 from moetool.costing.costs import ComputeCosts, CostProfile, Curve, LoadCosts
-from moetool.costing.estimates import (
-    GPU_MISS_LAYER_S,
-    Rates,
-    host_rates,
-    rates_of,
-    together_share,
-)
+from moetool.costing.estimates import GPU_MISS_LAYER_S, Rates, host_rates, rates_of, together_share
 from moetool.costing.machines import NamedMachine, NamedModel, read_named_model, recipe_names
 
 _ROWS = (1, 8, 64, 512, 4096)  # knots of curves by tokens

@@ -69,12 +69,7 @@ class SlotRows:
 
 
 def multiply(
-    x: torch.Tensor,
-    each: int,
-    rows: SlotRows,
-    table_E: torch.Tensor,
-    weight_SOI: torch.Tensor,
-    out_RO: torch.Tensor,
+    x: torch.Tensor, each: int, rows: SlotRows, table_E: torch.Tensor, weight_SOI: torch.Tensor, out_RO: torch.Tensor
 ) -> None:
     """Multiply each row by the transpose of its expert's weight, by products of torch.
 

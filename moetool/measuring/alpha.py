@@ -165,12 +165,7 @@ def print_points(slots: int, total_experts: int, points: Sequence[AlphaPoint]) -
 
 
 def _feed(
-    checkpoint: Checkpoint,
-    ids_ST: Sequence[Sequence[int]],
-    alpha: float,
-    slots: int,
-    serve: ServeOptions,
-    known: int,
+    checkpoint: Checkpoint, ids_ST: Sequence[Sequence[int]], alpha: float, slots: int, serve: ServeOptions, known: int
 ) -> _Pass:
     """Feed the texts in turn to an initially empty pool: the first tokens together, the others alone."""
     seconds, nats, likeliest, forwards = [], [], [], 0

@@ -407,11 +407,7 @@ class _Estimator:
         origin = "file headers" if checkpoint.sizes_by_headers and checkpoint.quantization else "the config"
         estimated = checkpoint.quantization is not None and not checkpoint.sizes_by_headers
         if self._runs_programs:
-            yield (
-                "decode steps",
-                f"{STEP_SHARE:.2g} x the fixed time per layer",
-                "run as recorded programs",
-            )
+            yield ("decode steps", f"{STEP_SHARE:.2g} x the fixed time per layer", "run as recorded programs")
         yield "sizes", "estimated, without scales" if estimated else "exact", origin
         yield "other formats", "mean bits", "assumed, of llama.cpp's mixes and of FP8 and MXFP4 checkpoints"
 

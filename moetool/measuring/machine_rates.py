@@ -9,14 +9,7 @@ import torch
 
 from moetool.base.errors import MoetoolError
 from moetool.base.tables import count
-from moetool.costing.estimates import (
-    CPU_MISS_LAYER_S,
-    GPU_LAYER_S,
-    GPU_MISS_LAYER_S,
-    LAYER_NORMS,
-    LOAD_PASSES,
-    Rates,
-)
+from moetool.costing.estimates import CPU_MISS_LAYER_S, GPU_LAYER_S, GPU_MISS_LAYER_S, LAYER_NORMS, LOAD_PASSES, Rates
 from moetool.kernels.cpu.matmul import RowLinear
 from moetool.measuring.probes.disk import DiskProbe, scratch_shards
 from moetool.measuring.probes.expert_compute import random, synchronize

@@ -230,11 +230,7 @@ def held_out(uses: Callable[[str, int], bool]) -> Callable[[str, int], bool]:
 
 
 def read_batches(
-    traces: Iterable["Trace"],
-    cluster: Cluster,
-    tokens: int,
-    seed: int,
-    uses: Callable[[str, int], bool],
+    traces: Iterable["Trace"], cluster: Cluster, tokens: int, seed: int, uses: Callable[[str, int], bool]
 ) -> Iterator[Batch]:
     """Read batches that mix the requests of traces: in each, every GPU of the cluster gets one piece of a request.
 

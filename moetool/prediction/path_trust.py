@@ -88,12 +88,7 @@ class FusedPath:
     """
 
     def __init__(
-        self,
-        signals: PathSignals,
-        trust_DS: np.ndarray,
-        trust_LS: np.ndarray,
-        gate_GS: np.ndarray,
-        haste: float,
+        self, signals: PathSignals, trust_DS: np.ndarray, trust_LS: np.ndarray, gate_GS: np.ndarray, haste: float
     ) -> None:
         self.signals = signals
         self._trust_DS, self._trust_LS, self._gate_GS = trust_DS, trust_LS, gate_GS

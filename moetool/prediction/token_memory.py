@@ -89,11 +89,7 @@ class TokenMemory:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        size: int,
-        neighbours: int,
-        fixed: tuple[np.ndarray, np.ndarray] | None = None,
+        self, spec: ModelSpec, size: int, neighbours: int, fixed: tuple[np.ndarray, np.ndarray] | None = None
     ) -> None:
         # numba takes half a second to import, which commands without such a policy avoid.
         from moetool.prediction import token_kernels

@@ -25,13 +25,7 @@ class Section:
 
 
 def render_page(
-    *,
-    title: str,
-    heading: str,
-    shape: str,
-    facts: Sequence[tuple[str, str]],
-    sections: Sequence[Section],
-    **more: Any,
+    *, title: str, heading: str, shape: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section], **more: Any
 ) -> str:
     """Return the page as HTML: a heading, facts as terms and texts, then the nonempty sections.
 

@@ -160,10 +160,7 @@ def score_tables(
     )
     latency = TextTable(
         title=f"Latency by DIRECTOR's Eqs. 2 and 4, and load balance ({costs})",
-        columns=(
-            *("planner", "requests", "T_comp", "T_comm", "sum", "bound", "gap"),
-            *balances.values(),
-        ),
+        columns=(*("planner", "requests", "T_comp", "T_comm", "sum", "bound", "gap"), *balances.values()),
         rows=[
             [
                 *of,

@@ -28,12 +28,7 @@ class Learned(Protocol):
     def restore(self, state: Mapping[str, np.ndarray]) -> None: ...
 
 
-def save_state(
-    path: Path,
-    name: str,
-    policy: Learned,
-    residents: Sequence[int] | None = None,
-) -> None:
+def save_state(path: Path, name: str, policy: Learned, residents: Sequence[int] | None = None) -> None:
     """Write the learned state of policy `name` atomically; write nothing if it has none.
 
     Args:

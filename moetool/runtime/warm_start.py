@@ -96,11 +96,7 @@ class WarmStart:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        policy: str,
-        learned: Learned,
-        residents: Callable[[], Collection[int]],
+        self, spec: ModelSpec, policy: str, learned: Learned, residents: Callable[[], Collection[int]]
     ) -> None:
         self.path = _file(spec, policy)
         self._policy, self._learned, self._residents = policy, learned, residents

@@ -124,10 +124,7 @@ class _Window(Detokenizer):
     """
 
     def __init__(
-        self,
-        name_of: Callable[[int], str | None],
-        decode: Callable[[list[int]], str],
-        hidden: Collection[int],
+        self, name_of: Callable[[int], str | None], decode: Callable[[list[int]], str], hidden: Collection[int]
     ) -> None:
         self._name_of = name_of
         self._decode = decode

@@ -107,7 +107,4 @@ def _describe(operation: dict[str, Any], path: str, *, asks: bool) -> None:
 
 
 def _answer(why: str, form: str) -> dict[str, Any]:
-    return {
-        "description": why,
-        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}},
-    }
+    return {"description": why, "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}}}

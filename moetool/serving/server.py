@@ -159,12 +159,7 @@ class HttpServer(uvicorn.Server):
             )
         connections = Connections(options, most)
         app = create_app(
-            engine,
-            options=options,
-            api_key=api_key,
-            report=self._log.write,
-            connections=connections,
-            settings=settings,
+            engine, options=options, api_key=api_key, report=self._log.write, connections=connections, settings=settings
         )
         super().__init__(
             uvicorn.Config(

@@ -11,12 +11,7 @@ from moetool.runtime.request import EngineLike
 from moetool.serving.http_errors import Refusal
 from moetool.serving.messages_schema import MessagesPrompt
 from moetool.serving.prompt_tokens import chat_text, encoded
-from moetool.serving.request_schema import (
-    ConversationRequest,
-    DetokenizeRequest,
-    TokenizeChatRequest,
-    TokenizeRequest,
-)
+from moetool.serving.request_schema import ConversationRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from moetool.serving.responses_schema import ResponsesRequest
 
 

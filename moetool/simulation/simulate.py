@@ -97,10 +97,7 @@ def open_sources(given: Sequence[str]) -> dict[str, "Trace"]:
 
 
 def read_world(
-    traces: Mapping[str, "Trace"],
-    cluster: Cluster,
-    options: SimulationOptions,
-    predictor: "Predictor | None" = None,
+    traces: Mapping[str, "Trace"], cluster: Cluster, options: SimulationOptions, predictor: "Predictor | None" = None
 ) -> SimulationInputs:
     """Read the traces of a cluster's servers.
 

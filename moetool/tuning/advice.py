@@ -279,11 +279,7 @@ def _replayed(
     sequential = trace.manifest["composition"]["kind"] != "log"
     chosen_on, scored_on, ahead_on = (
         sample(trace, requests, tokens)
-        for requests, tokens in (
-            (used, options.tokens),
-            (held_out, options.tokens),
-            (held_out, options.ahead_tokens),
-        )
+        for requests, tokens in ((used, options.tokens), (held_out, options.tokens), (held_out, options.ahead_tokens))
     )
     fitting = {}
     for line in lines:

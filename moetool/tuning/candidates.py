@@ -44,11 +44,7 @@ def _distance(policy: str, options: Mapping[str, Any]) -> int:
 
 
 def too_large(
-    names: Iterable[str],
-    spec: ModelSpec,
-    budget_bytes: int,
-    options: Mapping[str, Mapping[str, Any]],
-    devices: int = 1,
+    names: Iterable[str], spec: ModelSpec, budget_bytes: int, options: Mapping[str, Mapping[str, Any]], devices: int = 1
 ) -> dict[str, str]:
     """Return the policies that need more slots than (each device's part of) a budget holds, with the reason."""
     slots = min(split_slots(spec, slots_within(spec, budget_bytes), devices))

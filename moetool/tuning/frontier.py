@@ -42,12 +42,7 @@ def budgets_between(least_bytes: int, most_bytes: int, slot_bytes: int, count: i
     return [least_bytes + spread * i // max(count - 1, 1) * slot_bytes for i in steps]
 
 
-def frontier(
-    candidates: Candidates,
-    budgets: Iterable[int],
-    chosen: int,
-    chosen_held_out: ReplayRow,
-) -> list[Point]:
+def frontier(candidates: Candidates, budgets: Iterable[int], chosen: int, chosen_held_out: ReplayRow) -> list[Point]:
     """Return the best policy for each budget and the chosen one, with its cost on held-out requests.
 
     Args:

@@ -7,11 +7,7 @@ from moetool.tuning.replay import ReplayRow
 
 
 def replay_table(
-    title: str,
-    rows: Sequence[ReplayRow],
-    chosen: Sequence[ReplayRow] = (),
-    whole_bytes: int = 0,
-    sized: bool = True,
+    title: str, rows: Sequence[ReplayRow], chosen: Sequence[ReplayRow] = (), whole_bytes: int = 0, sized: bool = True
 ) -> TextTable:
     """Compare policies, with times where there is a timeline.
 

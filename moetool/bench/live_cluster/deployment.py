@@ -139,12 +139,7 @@ def open_stand(model: str, start: PlacementPlan, serve: ServeOptions, site: Site
     Effects: starts and ends processes.
     """
     options = ClusterOptions(
-        emulate_links=not site.has_links,
-        ping_s=5.0,
-        hang_s=120.0,
-        call_timeout_s=60.0,
-        hedge_s=0.0,
-        last_resort=False,
+        emulate_links=not site.has_links, ping_s=5.0, hang_s=120.0, call_timeout_s=60.0, hedge_s=0.0, last_resort=False
     )
     settings = worker_settings(
         Checkpoint.open(model),

@@ -188,11 +188,7 @@ class _Runner:
 
 
 def _simulate(
-    inputs: BenchInputs,
-    cluster: Cluster,
-    options: ClusterBenchOptions,
-    line: str,
-    plan: PlacementPlan,
+    inputs: BenchInputs, cluster: Cluster, options: ClusterBenchOptions, line: str, plan: PlacementPlan
 ) -> Row:
     """Simulate a line with the same traces, placement, profile and arrival process."""
     from moetool.simulation.simulate import ModeInputs, SimulationInputs, simulate

@@ -52,10 +52,7 @@ def run_paper(
     model = read_named_model(paper.machine.model) if paper.machine.model else None
     paper = priced(paper, given or {})
     bench = Workbench(
-        sizes=paper.quick if quick else paper.sizes,
-        machine=paper.machine.assumed(),
-        work=work,
-        given=given or {},
+        sizes=paper.quick if quick else paper.sizes, machine=paper.machine.assumed(), work=work, given=given or {}
     )
     known: dict[str, ExperimentResult | Verdict] = {}
     try:

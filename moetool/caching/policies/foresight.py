@@ -243,13 +243,7 @@ class Policy(policy.Policy):
         """Return the fields of a table that describe this forward's tokens."""
         k, batch = kernels(), self._batch
         rows, paths = address(batch.row_R3), address(batch.path_TP)
-        return {
-            k.REQUESTS: len(batch.row_R3),
-            k.ROWS: len(batch.path_TP),
-            k.ROW_R3: rows,
-            k.PATH_TP: paths,
-            k.SEEN: 0,
-        }
+        return {k.REQUESTS: len(batch.row_R3), k.ROWS: len(batch.path_TP), k.ROW_R3: rows, k.PATH_TP: paths, k.SEEN: 0}
 
     def _looks_ahead(self) -> bool:
         return self.options.prefetch and not self._crowded and self._layer + 1 < self._num_layers

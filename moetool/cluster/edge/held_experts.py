@@ -30,13 +30,7 @@ class LocalExperts:
     """
 
     def __init__(
-        self,
-        server: int,
-        spec: ModelSpec,
-        pool: Pool,
-        store: Store,
-        held: Collection[tuple[int, int]],
-        capacity: int,
+        self, server: int, spec: ModelSpec, pool: Pool, store: Store, held: Collection[tuple[int, int]], capacity: int
     ) -> None:
         if len(held) > capacity:
             raise CapacityError(

@@ -52,11 +52,7 @@ def pooled(spec: ModelSpec, cluster: Cluster, slots: Mapping[int, int]) -> Clust
 
 
 def observe(
-    statistics: Statistics,
-    cluster: Cluster,
-    held: Mapping[int, Set[Place]],
-    slots: Mapping[int, int],
-    horizon_s: float,
+    statistics: Statistics, cluster: Cluster, held: Mapping[int, Set[Place]], slots: Mapping[int, int], horizon_s: float
 ) -> tuple[Observed, InForce, ReplacementCosts] | None:
     """Inputs of a decision; None if too little was observed.
 

@@ -19,15 +19,7 @@ from moetool.caching.event_counts import expert_map
 from moetool.cluster.edge.history import ReportHistory
 from moetool.cluster.edge.load_statistics import Statistics
 from moetool.cluster.edge.protocol import ArrivedExpert, MigrationRoundResult, WorkerInfo, WorkerStats
-from moetool.cluster.edge.replacement import (
-    by_server,
-    next_round,
-    observe,
-    places_of,
-    pooled,
-    steps_to,
-    trial_copies,
-)
+from moetool.cluster.edge.replacement import by_server, next_round, observe, places_of, pooled, steps_to, trial_copies
 from moetool.cluster.edge.scheduler_state import SchedulerState, reading
 from moetool.cluster.worker_link import WorkerDied
 from moetool.placement import planner

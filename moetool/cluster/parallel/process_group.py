@@ -95,11 +95,7 @@ class Group:
         return self._joined(rows_XD, [part for (part,) in received], receive_R)
 
     def begin_exchange(
-        self,
-        rows_XD: torch.Tensor,
-        send_R: list[int],
-        receive_R: list[int],
-        first: Callable[[], object] = lambda: None,
+        self, rows_XD: torch.Tensor, send_R: list[int], receive_R: list[int], first: Callable[[], object] = lambda: None
     ) -> Callable[[], torch.Tensor]:
         """Begin an all-to-all of rows beside computation; begun ones run in their order.
 

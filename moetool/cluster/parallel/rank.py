@@ -104,12 +104,7 @@ class Rank:
             link = Bucket(options.link_bytes_s or float("inf"))
             self._in_halves = options.in_halves(on_one_machine)
             self.experts = RankExperts(
-                loaded,
-                self.buffers,
-                gpu=gpu,
-                server_G=server_G,
-                windows=self.windows,
-                link=link,
+                loaded, self.buffers, gpu=gpu, server_G=server_G, windows=self.windows, link=link
             )
             self._batcher = open_batcher(
                 loaded.model,

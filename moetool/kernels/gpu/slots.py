@@ -194,12 +194,7 @@ def many_rows(
 
 
 def multiply(
-    x: torch.Tensor,
-    each: int,
-    rows: SlotRows,
-    table_E: torch.Tensor,
-    weight_SOI: torch.Tensor,
-    out_RO: torch.Tensor,
+    x: torch.Tensor, each: int, rows: SlotRows, table_E: torch.Tensor, weight_SOI: torch.Tensor, out_RO: torch.Tensor
 ) -> None:
     """See `moetool.kernels.slot_products.multiply`; rows of `x` and `out_RO` must be contiguous."""
     _, num_outputs, num_inputs = weight_SOI.shape

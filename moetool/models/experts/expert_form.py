@@ -171,11 +171,7 @@ class ExpertForm:
         return output
 
     def _linear(
-        self,
-        xs: Sequence[torch.Tensor],
-        weights: Sequence[tuple[Weight, ...]],
-        part: int,
-        transposed: bool,
+        self, xs: Sequence[torch.Tensor], weights: Sequence[tuple[Weight, ...]], part: int, transposed: bool
     ) -> list[torch.Tensor]:
         """Multiply each expert's rows by its `part`, and add its bias if it has one."""
         outputs: list[torch.Tensor | None] = [None] * len(xs)
@@ -220,10 +216,7 @@ def _dbrx(module: Any) -> ExpertForm:
     share = (rows, int(module.hidden_size))
     return ExpertForm(
         num_experts=int(module.num_experts),
-        parts=(
-            Part(parameters=("mlp.w1", "mlp.v1"), share=share),
-            Part(parameters=("mlp.w2",), share=share),
-        ),
+        parts=(Part(parameters=("mlp.w1", "mlp.v1"), share=share), Part(parameters=("mlp.w2",), share=share)),
         down_transposed=True,
         gate=_gated(lambda gate: module.mlp.activation_fn(gate.contiguous())),  # w1 and v1 are two products there
         call=Call.EXPERTS,

@@ -345,11 +345,7 @@ ARCHITECTURES = {
         family="laguna", config=configs.laguna, names={"attn_gate": "self_attn.g_proj"}, gating=SIGMOID
     ),
     "lfm2moe": Architecture(
-        family="lfm2_moe",
-        config=configs.lfm2,
-        names=_CONVOLUTIONS,
-        experts="feed_forward.experts",
-        gating=SIGMOID,
+        family="lfm2_moe", config=configs.lfm2, names=_CONVOLUTIONS, experts="feed_forward.experts", gating=SIGMOID
     ),
     "llama": _LLAMA(family="mixtral", config=configs.local),
     "llama4": Architecture(

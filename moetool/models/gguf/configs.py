@@ -217,11 +217,7 @@ def indexed(meta: Metadata) -> dict[str, Any]:
         indexers = meta.layers_with("indexer.attn_k.weight")
     else:
         indexers = by_layer(meta, "attention.indexer.types")
-    return {
-        **deepseek(meta),
-        **_indexer(meta),
-        "indexer_types": ["full" if full else "shared" for full in indexers],
-    }
+    return {**deepseek(meta), **_indexer(meta), "indexer_types": ["full" if full else "shared" for full in indexers]}
 
 
 def deepseek4(meta: Metadata) -> dict[str, Any]:
@@ -400,10 +396,7 @@ def mellum(meta: Metadata) -> dict[str, Any]:
         **_sliding(meta),
         "num_experts": meta.num_experts,
         "norm_topk_prob": True,  # llama.cpp's graph fixes it
-        "rope_parameters": {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
-        },
+        "rope_parameters": {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}},
     }
 
 
@@ -446,11 +439,7 @@ def cohere2(meta: Metadata) -> dict[str, Any]:
 
 
 def glm(meta: Metadata) -> dict[str, Any]:
-    return {
-        **routed(meta),
-        "attention_bias": meta.has("attn_q.bias"),
-        "use_qk_norm": meta.has("attn_q_norm.weight"),
-    }
+    return {**routed(meta), "attention_bias": meta.has("attn_q.bias"), "use_qk_norm": meta.has("attn_q_norm.weight")}
 
 
 def gpt_oss(meta: Metadata) -> dict[str, Any]:

@@ -43,9 +43,7 @@ class AwqCodec:
     def into(self, stored: Stored, out: torch.Tensor) -> None:
         words, scale = stored["values"].T.contiguous(), stored["scale"]
         groups = Groups(
-            scale_NG=scale.T.to(torch.float32),
-            zero_NG=_rows(stored["zero"].T.contiguous()),
-            size=self.group,
+            scale_NG=scale.T.to(torch.float32), zero_NG=_rows(stored["zero"].T.contiguous()), size=self.group
         )
 
         def numbers(part: slice) -> torch.Tensor:
@@ -95,11 +93,7 @@ class Awq:
         unclaimed.require_shape(stem + "scales", tensors["scale"], (columns // group, words * _PER_WORD), why)
         unclaimed.require_shape(stem + "qzeros", tensors["zero"], (columns // group, words), why)
         return StoredWeight(
-            name=weight,
-            shape=(words * _PER_WORD, columns),
-            tensors=tensors,
-            codec=AwqCodec(group),
-            format=self.name,
+            name=weight, shape=(words * _PER_WORD, columns), tensors=tensors, codec=AwqCodec(group), format=self.name
         )
 
     def stored_bytes(self, rows: int, columns: int, number_bytes: int) -> int:

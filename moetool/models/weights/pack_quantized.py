@@ -90,11 +90,7 @@ class PackQuantized:
             unclaimed.require_shape(stem + ZERO, zero, (ceil_div(rows * self.bits, 32), columns // group), why)
             tensors = {"words": words, "zero": zero, "scale": scale}
         return StoredWeight(
-            name=weight,
-            shape=(rows, columns),
-            tensors=tensors,
-            codec=PackCodec(self.bits, columns),
-            format=self.name,
+            name=weight, shape=(rows, columns), tensors=tensors, codec=PackCodec(self.bits, columns), format=self.name
         )
 
     def _columns(self, stem: str, words: Tensor, shape: tuple[int, ...], unclaimed: UnclaimedTensors) -> int:

@@ -316,9 +316,7 @@ def _compressed_tensors(found: Mapping[str, Any], path: Path) -> Quantization:
     if not any(group.format for group in groups):
         raise UsageError(f"{path}: quantization_config has no config_groups with weights; use the unquantized model")
     return Quantization(
-        method="compressed-tensors",
-        groups=tuple(groups),
-        ignore=tuple(map(str, found.get("ignore") or ())),
+        method="compressed-tensors", groups=tuple(groups), ignore=tuple(map(str, found.get("ignore") or ()))
     )
 
 

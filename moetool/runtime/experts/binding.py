@@ -57,11 +57,7 @@ def _interface(
 
 
 def _experts(
-    computer: ComputesExperts,
-    layer: MoeLayer,
-    hidden: torch.Tensor,
-    index_TK: torch.Tensor,
-    weights_TK: torch.Tensor,
+    computer: ComputesExperts, layer: MoeLayer, hidden: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
     """Experts called as by the interface, except for the shape of the hidden states."""
     flat_TD = hidden.reshape(-1, hidden.shape[-1])

@@ -134,12 +134,7 @@ Store = ExpertStore | Stores
 
 
 def open_stores(
-    loaded: LoadedModel,
-    pool: Pool,
-    num_threads: int = 2,
-    host_memory_bytes: int | None = None,
-    *,
-    hosts: bool = False,
+    loaded: LoadedModel, pool: Pool, num_threads: int = 2, host_memory_bytes: int | None = None, *, hosts: bool = False
 ) -> Store:
     """Open the store of a model from `load_lazy`: on the model's device, or one on each device that shares it.
 

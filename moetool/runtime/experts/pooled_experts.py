@@ -155,12 +155,7 @@ class PooledExperts:
         return self._parts_L[layer.index] or (self._packed_L[layer.index] if few else None)
 
     def _run(
-        self,
-        form: ExpertForm,
-        given: _Input,
-        table_E: torch.Tensor,
-        parts: Parts,
-        output: torch.Tensor | None,
+        self, form: ExpertForm, given: _Input, table_E: torch.Tensor, parts: Parts, output: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute both products, with the gate between them, for rows whose experts have a slot in the table."""
         x, each, rows = given

@@ -133,9 +133,7 @@ class ExpertStore:
         """Current counters. On a GPU, stalls include the time that its queue waited for copies."""
         stats, host, disk = self._source.stats, self.copies.stalled("host"), self.copies.stalled("disk")
         return replace(
-            stats,
-            stall_seconds=stats.stall_seconds + host + disk,
-            host_stall_seconds=stats.host_stall_seconds + host,
+            stats, stall_seconds=stats.stall_seconds + host + disk, host_stall_seconds=stats.host_stall_seconds + host
         )
 
     def load(self, key: int, slot: int, prefetch: bool) -> None:

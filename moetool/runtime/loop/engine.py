@@ -319,11 +319,7 @@ class Engine:
             "forward_seconds": self._forward_seconds,
             "forwards": self._forwards,
             "failures": self._failures,
-            "tokens": {
-                "prompt": self._prompt_tokens,
-                "reused": self._reused_tokens,
-                "generated": self._new_tokens,
-            },
+            "tokens": {"prompt": self._prompt_tokens, "reused": self._reused_tokens, "generated": self._new_tokens},
             "host_experts_read": self.host_order or None,
             "host_compute": self._host_compute(),
             "recorded_steps": self._recorded_steps(),

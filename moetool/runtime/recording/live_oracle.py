@@ -48,12 +48,7 @@ class LiveOracle:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        num_slots: int,
-        window: EventWindow,
-        policies: OraclePolicies,
-        every_s: float,
+        self, spec: ModelSpec, num_slots: int, window: EventWindow, policies: OraclePolicies, every_s: float
     ) -> None:
         self._spec, self._num_slots, self._window = spec, num_slots, window
         self._policies, self._every_s = policies, every_s

@@ -96,11 +96,7 @@ def routes(path: Path, pack: Mapping[str, Any], arrays: ArrayRoutes, facts: Mode
         notes = [*notes, *more]
     logits = arrays.logits_BTLE
     spec = facts.spec_of(
-        path,
-        layers=layers,
-        num_experts=num_experts,
-        top_k_L=[top_k] * len(layers),
-        has_logits=logits is not None,
+        path, layers=layers, num_experts=num_experts, top_k_L=[top_k] * len(layers), has_logits=logits is not None
     )
     sequences = []
     for b in range(batch):

@@ -80,11 +80,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, 
 
 
 def passes(
-    path: Path,
-    rows_R3: np.ndarray,
-    times: "pa.ChunkedArray | None",
-    repeat: int = 1,
-    known_times: Sequence[str] = (),
+    path: Path, rows_R3: np.ndarray, times: "pa.ChunkedArray | None", repeat: int = 1, known_times: Sequence[str] = ()
 ) -> dict[str, np.ndarray]:
     """Return rows of (layer, expert, count) by the value of a column: by time, or text by its first appearance.
 

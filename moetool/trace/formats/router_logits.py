@@ -87,11 +87,7 @@ def chosen(
         notes.append("the file holds probabilities; the logits are their logarithms")
         return (
             ArrayRoutes(
-                layers=layers,
-                experts_BTLK=experts,
-                weights_BTLK=highest,
-                logits_BTLE=logits,
-                num_experts=num_experts,
+                layers=layers, experts_BTLK=experts, weights_BTLK=highest, logits_BTLE=logits, num_experts=num_experts
             ),
             notes,
         )

@@ -78,12 +78,7 @@ def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = No
     spec, num_hidden = counted.spec, hidden_layers(counted.spec, num_hidden_layers)
     counts_WHE = sglang_recorder.counts_with_dense(counted.counts_WLE, spec.layer_ids_L, num_hidden)
     records = [
-        {
-            "forward_pass_id": w,
-            "rank": 0,
-            "gatherer_key": "primary",
-            "global_physical_count": count_HE,
-        }
+        {"forward_pass_id": w, "rank": 0, "gatherer_key": "primary", "global_physical_count": count_HE}
         for w, count_HE in enumerate(counts_WHE)
     ]
     mapping = sglang_recorder.trivial_map(num_hidden, spec.num_experts)

@@ -344,8 +344,7 @@ def _cluster(trace: Trace, machine: NamedMachine, model: NamedModel, options: Op
         raise UsageError(f"{size} GPU, expected two or more")
     slots = int(np.ceil(options.room * trace.spec.total_experts / size))
     gpu = Gpu(
-        memory_bytes=slots * model.expert_bytes,
-        host_to_device_bytes_s=case.way_bytes_s or share * machine.host_bytes_s,
+        memory_bytes=slots * model.expert_bytes, host_to_device_bytes_s=case.way_bytes_s or share * machine.host_bytes_s
     )
     servers = tuple(
         Server(

@@ -78,10 +78,7 @@ def _timed(bench: Workbench, options: Options, data: str, predictor: Path | None
         policies=options.policies,
         budgets=[options.memory],
         options=ServingBenchOptions(
-            rounds=bench.sizes.rounds,
-            requests=bench.sizes.texts,
-            new_tokens=options.new_tokens,
-            threads=1,
+            rounds=bench.sizes.rounds, requests=bench.sizes.texts, new_tokens=options.new_tokens, threads=1
         ),
     )
 

@@ -134,10 +134,7 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
     for fold in bench.folds:
         for batch in options.batch:
             trace = bench.trace(
-                options.data,
-                batch=batch,
-                fold=fold,
-                resident=options.memory[0] if look_through(options.lines) else 0.0,
+                options.data, batch=batch, fold=fold, resident=options.memory[0] if look_through(options.lines) else 0.0
             )
             samples.use(trace)
             learned = bench.others(options.data, fold) if options.apart else None
