@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from moetool.placement.plan import PlacementPlan
 from moetool.placement.planner import Problem
 from moetool.placement.recall import Recall
 from moetool.placement.scoring import remote_call_s
+from moetool.prediction.predictor import Predictor
 from moetool.simulation.arrivals import read_arrivals
 from moetool.simulation.event_loop import EventLoop, LoopOptions, SimulatedMachines
 from moetool.simulation.lockstep import RankMachines
@@ -39,10 +40,7 @@ from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated, collect, collect_ranks
 from moetool.simulation.workload import RequestSource, Route, SimulatedRequest, draw_requests, read_source
 from moetool.trace.expert_counts import count_experts
-
-if TYPE_CHECKING:
-    from moetool.prediction.predictor import Predictor
-    from moetool.trace.reader import Trace
+from moetool.trace.reader import Trace
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,7 +73,7 @@ class SimulationInputs:
     later: Mapping[int, RequestSource] | None = None
 
 
-def open_sources(given: Sequence[str]) -> dict[str, "Trace"]:
+def open_sources(given: Sequence[str]) -> dict[str, Trace]:
     """Open traces from `SERVER=DIR`.
 
     Raises:
@@ -97,7 +95,7 @@ def open_sources(given: Sequence[str]) -> dict[str, "Trace"]:
 
 
 def read_world(
-    traces: Mapping[str, "Trace"], cluster: Cluster, options: SimulationOptions, predictor: "Predictor | None" = None
+    traces: Mapping[str, Trace], cluster: Cluster, options: SimulationOptions, predictor: Predictor | None = None
 ) -> SimulationInputs:
     """Read the traces of a cluster's servers.
 
@@ -181,7 +179,7 @@ class ModeInputs:
 
     options: Mapping[str, Any] = field(default_factory=dict)
     plan: PlacementPlan | None = None
-    predictor: "Predictor | None" = None
+    predictor: Predictor | None = None
 
 
 def simulate(
@@ -331,7 +329,7 @@ def _options_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {**for_all, **given.get(name, {})}
 
 
-def _prediction(world: SimulationInputs, predictor: "Predictor | None") -> Callable[[Route], np.ndarray]:
+def _prediction(world: SimulationInputs, predictor: Predictor | None) -> Callable[[Route], np.ndarray]:
     """Return a function for the expected expert calls of a request: the prompt's prediction, extended to new tokens.
 
     A predictor of prompts sees only the prompt's tokens, as for waiting requests, and replies have the history's mean

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moetool.base.config import parse_bytes
 from moetool.base.errors import UsageError, unknown_name
@@ -13,9 +13,7 @@ from moetool.placement.demand import one_model
 from moetool.simulation.simulate import SimulationInputs, read_world, simulate
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
-
-if TYPE_CHECKING:
-    from moetool.trace.reader import Trace
+from moetool.trace.reader import Trace
 
 SWEEPS = ("gpus", "bandwidth", "gap", "planner", "seed", "lookahead", "migrate")
 
@@ -41,14 +39,14 @@ def parse_sweeps(given: Sequence[str]) -> dict[str, list[str]]:
 
 
 def sweep(
-    traces: Mapping[str, "Trace"],
+    traces: Mapping[str, Trace],
     cluster: Cluster,
     swept: Mapping[str, Sequence[str]],
     planner: str,
     arrivals: str,
     requests: int,
     options: SimulationOptions | None = None,
-    history: Mapping[str, "Trace"] | None = None,
+    history: Mapping[str, Trace] | None = None,
     **more: Any,
 ) -> list[tuple[dict[str, str], Simulated]]:
     """Run each combination of the swept values; other settings are fixed.
@@ -98,7 +96,7 @@ def sweep(
     return runs
 
 
-def _by_copy(traces: Mapping[str, "Trace"], cluster: Cluster) -> dict[str, "Trace"]:
+def _by_copy(traces: Mapping[str, Trace], cluster: Cluster) -> dict[str, Trace]:
     """Return each server's trace; copies of a server share one."""
     originals = {server.name: server.name.partition("#")[0] for server in cluster.servers}
     return {name: traces[original] for name, original in originals.items() if original in traces}

@@ -13,7 +13,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,7 @@ from moetool.base.bounded_read import require_itself, require_regular
 from moetool.base.errors import MismatchError, UsageError, first_line
 from moetool.base.json_files import read_json
 from moetool.base.types import ModelSpec
-
-if TYPE_CHECKING:
-    from moetool.trace.reader import Trace
+from moetool.trace.reader import Trace
 
 KIND, SCHEMA_VERSION = "counts", 1
 MANIFEST, FILE = "manifest.json", "counts.parquet"

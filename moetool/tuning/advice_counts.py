@@ -5,7 +5,6 @@ places for choices, odd ones for scores.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,9 +16,7 @@ from moetool.placement.latency import unit_latency
 from moetool.placement.planner import Problem
 from moetool.placement.scoring import PlacementScore, score
 from moetool.trace.expert_counts import ExpertCounts, count_experts
-
-if TYPE_CHECKING:
-    from moetool.trace.reader import Trace
+from moetool.trace.reader import Trace
 
 MOST_TASKS = 8
 HOT_SHARE = 0.25

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,7 @@ from moetool.base.tables import numbered
 from moetool.base.types import ModelSpec
 from moetool.trace.foreign.model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
 from moetool.trace.foreign.routes import Routes, RouteSequence, check, prompt_rows, whole_requests
-
-if TYPE_CHECKING:
-    from moetool.trace.reader import Trace
+from moetool.trace.reader import Trace
 
 NOTES = [
     "top-k only: no weights, no scores over all experts, no embeddings",
@@ -258,7 +256,7 @@ def routes(path: Path, found: list[RecordedAnswer]) -> Routes:
 
 
 def write_responses(
-    trace: "Trace",
+    trace: Trace,
     out: Path,
     format: str,
     num_hidden_layers: int | None,
@@ -283,7 +281,7 @@ def write_responses(
 
 
 def _responses(
-    trace: "Trace", num_layers: int, response_of: Callable[[str, np.ndarray, int, int], dict[str, Any]]
+    trace: Trace, num_layers: int, response_of: Callable[[str, np.ndarray, int, int], dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     for row, rows in whole_requests(trace):
         start, num_rows = int(rows.position_T[0]), len(rows)

@@ -15,7 +15,7 @@ recognizes the file. `READS_FOLDERS` and `FOLDER_MARK`: the file is a folder.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +23,8 @@ from moetool.base.errors import MismatchError
 from moetool.base.types import ModelSpec, Phase
 from moetool.trace.expert_counts import unrecorded
 from moetool.trace.foreign.model_facts import ModelFacts
-
-if TYPE_CHECKING:
-    from moetool.trace.reader import Trace
-    from moetool.trace.rows import TokenBatch
-
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 
 _ROWS = 1 << 16  # rows of float32 at a time
 
@@ -80,7 +77,7 @@ class Routes:
     notes: list[str] = field(default_factory=list)
 
 
-def one_task(trace: "Trace", format: str) -> str:
+def one_task(trace: Trace, format: str) -> str:
     """Return the only task of a trace.
 
     Raises:
@@ -95,14 +92,14 @@ def one_task(trace: "Trace", format: str) -> str:
     return str(tasks[0])
 
 
-def whole_requests(trace: "Trace", columns: Sequence[str] = ()) -> "Iterator[tuple[dict[str, Any], TokenBatch]]":
+def whole_requests(trace: Trace, columns: Sequence[str] = ()) -> Iterator[tuple[dict[str, Any], TokenBatch]]:
     """Yield each request of a trace that has tokens: its row of requests.parquet and its rows of tokens/."""
     facts = {row["request"]: row for row in trace.requests.to_pylist()}
     for rows in trace.whole_requests(columns):
         yield facts[int(rows.request_T[0])], rows
 
 
-def prompt_rows(rows: "TokenBatch") -> int:
+def prompt_rows(rows: TokenBatch) -> int:
     """Return the number of prompt rows of a request."""
     return int(np.count_nonzero(rows.phase_T == Phase.PREFILL))
 

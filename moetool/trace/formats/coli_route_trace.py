@@ -12,7 +12,6 @@ Source: github.com/JustVugg/colibri, c/route_trace.h.
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,9 +20,7 @@ from moetool.trace.foreign.file_sample import FileSample
 from moetool.trace.foreign.layer_runs import LayerRows, by_token
 from moetool.trace.foreign.model_facts import ModelFacts, require_even
 from moetool.trace.foreign.routes import Routes, whole_requests
-
-if TYPE_CHECKING:
-    from moetool.trace.reader import Trace
+from moetool.trace.reader import Trace
 
 _LINE = re.compile(r"\d+ \d+ \d+( \d+:-?(\d+\.\d+|nan|inf))+")
 _MOST_DRAFTS = 8
@@ -101,7 +98,7 @@ def _check_calls(path: Path, heads_R3: np.ndarray) -> None:
         )
 
 
-def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
+def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write a trace, each request a prompt in one forward and then a forward for each new token.
 
     Raises:

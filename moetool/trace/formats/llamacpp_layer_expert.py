@@ -13,7 +13,6 @@ Source: github.com/ggml-org/llama.cpp, pull request 28544, examples/moe-trace.
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,9 +21,7 @@ from moetool.trace.foreign.file_sample import FileSample, read_numbers
 from moetool.trace.foreign.layer_runs import LayerRows, TokenRows, by_token
 from moetool.trace.foreign.model_facts import ModelFacts
 from moetool.trace.foreign.routes import Routes, whole_requests
-
-if TYPE_CHECKING:
-    from moetool.trace.reader import Trace
+from moetool.trace.reader import Trace
 
 _LOG_CHANCE = -15.0  # a file counts as the first version if chance would produce it less than once in 3 million
 
@@ -110,7 +107,7 @@ def _log_chance_of_one_ranking(experts_TLK: np.ndarray) -> float:
     return float(len(listed_LR) * (np.log(free).sum() - num_tokens * np.log(free[:top_k]).sum()))
 
 
-def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
+def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write a trace, each request a prompt in one forward and then a forward for each new token."""
     spec = trace.spec
     cuts = np.cumsum(spec.top_k_L)[:-1]

@@ -10,19 +10,16 @@ Source: github.com/thecodacus/llama.cpp, tools/moe-trace and `init_moe_expert_ca
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moetool.base.errors import MismatchError
+from moetool.trace.expert_counts import Counted
 from moetool.trace.foreign.file_sample import FileSample, read_numbers
 from moetool.trace.foreign.layer_runs import LayerRows, by_token
 from moetool.trace.foreign.model_facts import ModelFacts, require_even
 from moetool.trace.foreign.routes import Routes, prompt_rows, run_order, whole_requests
-
-if TYPE_CHECKING:
-    from moetool.trace.expert_counts import Counted
-    from moetool.trace.reader import Trace
+from moetool.trace.reader import Trace
 
 
 def recognize(sample: FileSample) -> str | None:
@@ -54,7 +51,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     return tokens.routes(path, facts, notes)
 
 
-def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
+def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write a trace, request after request: its prompt in one forward, then a forward for each new token.
 
     Raises:
@@ -77,7 +74,7 @@ def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None
     return notes
 
 
-def write_counts(counted: "Counted", out: Path, num_hidden_layers: int | None = None) -> list[str]:
+def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write counts as ranks: the most used expert of a layer of E is written E times, the next E - 1 times.
 
     A fork only orders a layer's experts by their number of occurrences.

@@ -13,7 +13,7 @@ sorted, no spaces); `created_at` is left out.
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -30,10 +30,8 @@ from moetool.trace.foreign.routes import (
     run_order,
     whole_requests,
 )
-
-if TYPE_CHECKING:
-    from moetool.trace.reader import Trace
-    from moetool.trace.rows import TokenBatch
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 
 FOLDER_MARK = "00000.jsonl"
 _FORMAT = "moe-cache-lab.routing-jsonl"
@@ -172,7 +170,7 @@ def _check_event(where: str, event: dict[str, Any], width: int | None) -> None:
         raise MismatchError(f"{where} has the probabilities {weights}, expected numbers from 0 to 1")
 
 
-def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
+def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write a file for each request into a folder; return notes on what the files lack. Layers are absolute.
 
     Raises:
@@ -201,7 +199,7 @@ def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None
     return notes if plain else [*notes, "weights above 1 do not fit the format: they are left out of those requests"]
 
 
-def _records(trace: "Trace", rows: "TokenBatch") -> list[dict[str, Any]]:
+def _records(trace: Trace, rows: TokenBatch) -> list[dict[str, Any]]:
     spec = trace.spec
     cuts = np.cumsum(spec.top_k_L)[:-1]
     experts = [part.tolist() for part in np.split(rows.experts_TS, cuts, axis=1)]

@@ -16,7 +16,6 @@ In the trace they repeat the experts of a later prompt token with weight 0, so t
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,9 +32,7 @@ from moetool.trace.foreign.routes import (
     run_order,
     whole_requests,
 )
-
-if TYPE_CHECKING:
-    from moetool.trace.reader import Trace
+from moetool.trace.reader import Trace
 
 _COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert", "weight", "residency", "expert_bytes")
 _USED = 6  # the columns before `weight`, all whole numbers
@@ -82,7 +79,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     return Routes(spec=spec, task="conversation", sequences=sequences, notes=notes)
 
 
-def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
+def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write a trace, each request as a turn; return notes on values that the trace lacks.
 
     Prompt tokens whose last layer has weight 0 throughout have no rows there, as in the files of that runtime.

@@ -20,7 +20,7 @@ The ranks of one tensor-parallel group record the same tokens: import one file o
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +30,7 @@ from moetool.trace.foreign import sglang_recorder, torch_file
 from moetool.trace.foreign.file_sample import FileSample
 from moetool.trace.foreign.model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
 from moetool.trace.foreign.routes import Routes, RouteSequence, check
-
-if TYPE_CHECKING:
-    from moetool.trace.reader import Trace
+from moetool.trace.reader import Trace
 
 _WIDTH = 8
 _EXTEND, _DECODE, _MIXED = 1, 2, 3
@@ -218,7 +216,7 @@ def _sequences(path: Path, found: list[_Record]) -> tuple[list[_Sequence], list[
     return every, notes
 
 
-def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
+def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write a trace as the records of one rank, forward by forward; return notes on what they lack.
 
     Raises:

@@ -11,7 +11,7 @@ first token (`routed_experts_start_len: 0`).
 
 import base64
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,7 @@ from moetool.trace.foreign.file_sample import FileSample, read_objects
 from moetool.trace.foreign.model_facts import ModelFacts
 from moetool.trace.foreign.responses import Answer, RecordedAnswer, field, reused_tokens
 from moetool.trace.foreign.routes import Routes
-
-if TYPE_CHECKING:
-    from moetool.trace.reader import Trace
+from moetool.trace.reader import Trace
 
 
 def recognize(sample: FileSample) -> str | None:
@@ -70,7 +68,7 @@ def _read(where: str, i: int, response: dict[str, Any], facts: ModelFacts) -> Re
     )
 
 
-def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
+def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write a trace as the responses of `/generate`, one per line; return notes on what they lack.
 
     Raises:

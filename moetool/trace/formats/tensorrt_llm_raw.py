@@ -6,7 +6,6 @@ the engine, but no request has a next token.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,9 +15,7 @@ from moetool.trace.foreign import tensorrt_statistics as _statistics
 from moetool.trace.foreign.file_sample import FileSample
 from moetool.trace.foreign.model_facts import ModelFacts, require_even
 from moetool.trace.foreign.routes import Routes, RouteSequence, check
-
-if TYPE_CHECKING:
-    from moetool.trace.reader import Trace
+from moetool.trace.reader import Trace
 
 READS_FOLDERS = True
 FOLDER_MARK = _statistics.META
@@ -75,7 +72,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     )
 
 
-def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
+def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write a trace into a folder, each forward as an iteration of one rank, and the counts as the engine does.
 
     Layers are absolute: `num_hidden_layers` is not needed.

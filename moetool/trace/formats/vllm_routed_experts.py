@@ -13,7 +13,7 @@ token.
 import base64
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,7 @@ from moetool.trace.foreign.file_sample import FileSample, read_objects
 from moetool.trace.foreign.model_facts import ModelFacts
 from moetool.trace.foreign.responses import Answer, field, reused_tokens
 from moetool.trace.foreign.routes import Routes
-
-if TYPE_CHECKING:
-    from moetool.trace.reader import Trace
+from moetool.trace.reader import Trace
 
 
 def recognize(sample: FileSample) -> str | None:
@@ -100,7 +98,7 @@ def _joined(where: str, before_THK: np.ndarray, after_THK: np.ndarray) -> np.nda
     return np.concatenate([before_THK, after_THK])
 
 
-def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
+def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write a trace as the responses of completions, one per line; return notes on what they lack.
 
     Raises:
