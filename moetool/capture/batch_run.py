@@ -13,7 +13,7 @@ from moetool.base.tables import count, percent, significant
 from moetool.base.types import Phase
 from moetool.capture.batch_writer import BatchWriter
 from moetool.capture.decode_width import PROBE_STEPS, DecodeWidth
-from moetool.capture.job import CHUNK_TOKENS, CapturePlan, Item, row_bytes
+from moetool.capture.job import CapturePlan, Item, row_bytes
 from moetool.models.loading import LoadedModel
 from moetool.runtime.decoding import Batch
 from moetool.runtime.experts.forward import ExpertRuntime
@@ -57,7 +57,6 @@ class ExpertReads(JsonRecord):
         return cls(**counts, waiting_share=waiting)
 
     def describe(self) -> str:
-        """Describe the reads in a line."""
         host = f", {count(self.host_bytes, 'B')} from host memory" if self.host_bytes else ""
         return (
             f"{count(self.experts)} experts read ({count(self.disk_bytes, 'B')}{host}; "
@@ -105,17 +104,14 @@ class BatchRun:
         self._rows_together = max(1, min(_ROWS_TOGETHER, _BYTES_TOGETHER // row_bytes(plan.schema)))
         # Mean embedding over a chunked iteration: (iteration, sum, tokens) by request.
         self._embedding: dict[int, tuple[int, np.ndarray, int]] = {}
-        composition = plan.composition
-        most = max(map(len, plan.batches)) if composition is None else composition.most
-        self._chunk_tokens = max(most, CHUNK_TOKENS if composition is None else composition.chunk_tokens)
-        kv_tokens = most * (plan.width + 16) if composition is None else composition.kv_tokens + 16
-        self._slots = 0 if composition is None else composition.slots
-        self._together = most
-        self._room_tokens = kv_tokens if composition is None else composition.room_tokens
-        self._refill_tokens = kv_tokens if composition is None else composition.refill_tokens
+        self._composition = composition = plan.composition
+        self._chunk_tokens = max(composition.most, composition.chunk_tokens)
         self._dense_bytes = plan.checkpoint.dense_token_bytes(loaded.model.dtype)
         self._batcher = open_batcher(
-            loaded.model, max_requests=most, kv_tokens=kv_tokens, max_batch_tokens=self._chunk_tokens
+            loaded.model,
+            max_requests=composition.most,
+            kv_tokens=composition.kv_tokens + 16,
+            max_batch_tokens=self._chunk_tokens,
         )
         self._batcher.on_forward = self._on_forward
         pool = loaded.pool
@@ -149,7 +145,6 @@ class BatchRun:
         )
 
     def batch(self, number: int) -> None:
-        """Forward one batch."""
         items = self._plan.batches[number]
         decoded = self._forward(items)
         new_tokens = [
@@ -167,14 +162,14 @@ class BatchRun:
         new_tokens = [0] * len(items)
         held_tokens, self._first_forward = 0, None
         waiting, running = deque(items), dict[int, int]()  # tokens at full length of those that run
-        slots = 0 if self._recorder is None else self._slots
+        slots = 0 if self._recorder is None else self._composition.slots
         width = DecodeWidth(self._plan.spec, slots, [item.request for item in items], self._dense_bytes)
         if self._recorder is not None:
             self._recorder.begin_batch()
         unread = 0  # prompts that have begun, without a new token
         while waiting or running:
-            free = self._room_tokens - sum(running.values())
-            if not running or (width.width >= len(running) and free >= self._refill_tokens):
+            free = self._composition.room_tokens - sum(running.values())
+            if not running or (width.width >= len(running) and free >= self._composition.refill_tokens):
                 unread += self._begin(waiting, running)
             self._batcher.max_batch_tokens = self._chunk_tokens if unread else width.width
             began = time.perf_counter()
@@ -207,8 +202,8 @@ class BatchRun:
 
     def _begin(self, waiting: deque[Item], running: dict[int, int]) -> int:
         """Begin as many waiting prompts as may run at full length; returns their number."""
-        before, free = len(waiting), self._room_tokens - sum(running.values())
-        while waiting and len(running) < self._together:
+        before, free = len(waiting), self._composition.room_tokens - sum(running.values())
+        while waiting and len(running) < self._composition.most:
             item = waiting[0]
             free -= (tokens := pages(item.full_tokens))
             if running and free < 0:

@@ -115,7 +115,7 @@ class CapturePlan:
     Attributes:
         options: final options, with device, data type and number of threads.
         batches: prompts of each batch.
-        composition: the batches' sizes, KV cache and forwards; None: one prompt chunk of 512 tokens per forward.
+        composition: the batches' sizes, KV cache and forwards.
         too_long: number of prompts left out because prompt and answer exceed the model's context.
         empty: number of prompts left out because they have no token.
         refused: why prompts were left out that the model cannot read.
@@ -128,7 +128,7 @@ class CapturePlan:
     too_long: int
     empty: int
     facts: dict[str, Any]
-    composition: Composition | None = None
+    composition: Composition
     refused: tuple[str, ...] = ()
 
     @property
@@ -137,7 +137,6 @@ class CapturePlan:
 
     @property
     def num_prompts(self) -> int:
-        """Return the number of prompts to forward."""
         return sum(map(len, self.batches))
 
     @property
@@ -151,13 +150,7 @@ class CapturePlan:
 
     @property
     def digest(self) -> str:
-        """Return the digest of the facts."""
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
-
-    @property
-    def width(self) -> int:
-        """Return the most tokens of a prompt with its answer."""
-        return max(item.full_tokens for batch in self.batches for item in batch)
 
     @property
     def max_new_tokens(self) -> int:
@@ -175,7 +168,6 @@ class CapturePlan:
         return token_schema(self.spec, token_columns(self.options.keep), self.ahead)
 
     def item(self, request: int) -> Item:
-        """Return the prompt of a request."""
         batch = next(batch for batch in self.batches if batch and batch[-1].request >= request)
         return batch[request - batch[0].request]
 
@@ -323,7 +315,7 @@ def provenance(plan: CapturePlan) -> dict[str, Any]:
         "empty": plan.empty,
         "refused": len(plan.refused),
         "capture": plan.digest,
-        "composition": None if plan.composition is None else plan.composition.to_json(),
+        "composition": plan.composition.to_json(),
         "versions": {
             "moetool": __version__,
             "torch": torch.__version__,

@@ -96,7 +96,6 @@ class Captured:
         return self.too_long + self.empty + len(self.refused)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary, for --json."""
         values = {name: getattr(self, name) for name in self.__slots__}
         reads = None if self.reads is None else self.reads.to_json()
         return {**values, "out": str(self.out), "skipped": self.skipped, "reads": reads}
@@ -288,7 +287,7 @@ def finish(stage: CaptureFolder, overwrite: bool, began: float, reads: ExpertRea
             TraceWriter(folder, plan.spec, keep, ahead, resident=plan.options.resident) as writer,
         ):
             stage.copy_to(writer)
-            size = max(map(len, plan.batches)) if plan.composition is None else plan.composition.most
+            size = plan.composition.most
             composition = {"kind": "sequential"} if size == 1 else {"kind": "batch", "size": size}
             spell = speller(plan.checkpoint.tokenizer)
             writer.finish(composition=composition, provenance=provenance(plan), spell=spell)

@@ -19,7 +19,8 @@ import torch
 
 from moetool.base.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.capture import run as capturing
-from moetool.capture.job import CaptureOptions, CapturePlan, Item, plan_capture
+from moetool.capture.composition import compose
+from moetool.capture.job import CHUNK_TOKENS, CaptureOptions, CapturePlan, Item, plan_capture
 from moetool.capture.resume import CaptureFolder, open_stage, stage_path
 from moetool.capture.run import Captured, finish, forward_batches, run_batches
 from moetool.capture.run import capture as capture_prompts
@@ -95,13 +96,16 @@ def _case(family: str, size: int, folder: Path) -> Case:
         for i, length in enumerate(LENGTHS)
     ]
     keep = ("topk", "logits", "embeddings")
+    lengths = [(length, length + 2) for length in LENGTHS]
+    composition = compose(lengths, batch_size=size, kv_tokens=1, chunk_tokens=CHUNK_TOKENS)
     plan = CapturePlan(
         checkpoint=Checkpoint(folder / "model", name="tiny"),
         options=CaptureOptions(max_new_tokens=2, batch_size=size, keep=keep, threads=1),
-        batches=[items[start : start + size] for start in range(0, len(items), size)],
+        batches=[items[start:end] for start, end in composition.bounds()],
         too_long=0,
         empty=0,
         facts={"model": "tiny", "revision": "a", "prompts": "b", "threads": 1, "dtype": "float32"},
+        composition=composition,
     )
     made = Case(load_full(Checkpoint.open(folder / "model"), torch.float32), plan, {})
     made.run(folder / "t", resume=False)
