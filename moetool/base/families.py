@@ -246,7 +246,6 @@ WITHIN_OTHERS = (
 
 
 def unlisted(name: str, **known: Any) -> Family:
-    """Return an unlisted family."""
     return Family(
         name=name, inferred=True, own_cache="inferred from its modules, so the paged cache is not used", **known
     )

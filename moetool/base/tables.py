@@ -79,7 +79,6 @@ class TextTable:
     notes: tuple[str, ...] = ()
 
     def print(self) -> None:
-        """Print the table on stdout."""
         print_table(self.title, self.columns, self.rows, self.num_text, self.num_keys)
         for note in self.notes:
             print_paragraph(note)
@@ -242,7 +241,6 @@ _NARROWEST = 40
 
 
 def milliseconds(seconds: float) -> str:
-    """Format seconds as milliseconds."""
     return f"{seconds * 1e3:,.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
 
 

@@ -283,7 +283,6 @@ class Gpu:
 
     @property
     def expert_bytes(self) -> int:
-        """Return the memory for experts."""
         return self.memory_bytes - self.reserved_bytes
 
 

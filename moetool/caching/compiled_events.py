@@ -130,7 +130,6 @@ class CompiledEvents:
 
     @property
     def num_residents(self) -> int:
-        """Return the number of residents."""
         return self._fields[self._kernels.RESIDENTS]
 
     @property

@@ -427,7 +427,6 @@ class Residency:
 
     @property
     def reserved_slots(self) -> int:
-        """Return the number of reserved slots."""
         return len(self._reserved_slots)
 
     def reserve_slots(self, count: int) -> list[int]:
@@ -475,7 +474,6 @@ class Residency:
         return newly
 
     def end_forward(self, info: ForwardInfo) -> None:
-        """Note the end of a forward."""
         self.policy.end_forward(info)
 
     def end_request(self, request: int) -> None:

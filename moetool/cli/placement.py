@@ -421,7 +421,6 @@ def _c_max(options: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _print(rows: "Sequence[PlannerRow]", cluster: "Cluster", setting: "Setting", costs: str, c_max: str) -> None:
-    """Print the planners' rows and their conditions."""
     from moetool.report.placement_page import score_tables
 
     for table in score_tables([(row.planner, row) for row in rows], cluster, costs, setting.engine):

@@ -189,7 +189,6 @@ def _drawn_from(split: float, planned: float | None) -> str:
 
 
 def _print(runs: Any) -> None:
-    """Print a table of runs."""
     names = [name for name in runs[0][0] if name != "planner"]
     rows = []
     for at, found in runs:

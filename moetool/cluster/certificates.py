@@ -153,7 +153,6 @@ def self_signed(name: str, authority: str) -> Identity:
 
 
 def role_of(name: str) -> str:
-    """Return the role in a certificate name."""
     return name.partition("-")[0]
 
 
@@ -198,7 +197,6 @@ class _Openssl:
         self._call("req", "-new", *curve, *subject, "-keyout", "key", "-out", "request")
 
     def sign(self, kind: str, *signer: str) -> str:
-        """Return the certificate for the request."""
         starts, ends = (date.strftime("%Y%m%d%H%M%SZ") for date in self._dates)
         dates = ("-startdate", starts, "-enddate", ends)
         files = ("-in", "request", "-out", "certificate", "-config", "config", "-extensions", kind)

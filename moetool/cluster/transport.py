@@ -148,7 +148,6 @@ class CallAnswer:
             _fulfil(future, outcome)
 
     def _waited(self) -> Future[Frame]:
-        """A future of the outcome."""
         with self._lock:
             future, outcome = self._future, self._outcome
             if future is None:

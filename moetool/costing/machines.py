@@ -91,12 +91,10 @@ class NamedModel:
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one routed expert."""
         return _MATRICES * self.hidden * self.expert_width
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one routed expert."""
         return round(self.expert_parameters * self.value_bytes)
 
     @property

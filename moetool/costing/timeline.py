@@ -287,7 +287,6 @@ class Timeline:
                 self._prompt_ns[request] = self.now - began
 
     def timing(self) -> Timing:
-        """Return the times of the forwards so far."""
         decodes = [ns / 1e9 for ns in self._decodes]
         prompts = [ns / 1e9 for ns in self._prompt_ns.values()]
         tpot_p50, tpot_p95 = percentiles(decodes)

@@ -55,7 +55,6 @@ def is_norm(module: Any) -> bool:
 
 
 def suits_a_cpu(weight: torch.Tensor) -> bool:
-    """Whether the kernel supports this weight."""
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and len(weight) % LANES == 0
 
 

@@ -145,7 +145,6 @@ def plan_alpha(
 
 
 def print_points(slots: int, total_experts: int, points: Sequence[AlphaPoint]) -> None:
-    """Print a table of the points."""
     tables.print_table(
         f"smoe with {slots} of {total_experts} experts, live",
         ("alpha", "ms / token", "nats / token", "more than alpha 0", "same token", "hit rate", "MB / token"),

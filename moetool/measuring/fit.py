@@ -153,7 +153,6 @@ class Fit:
         return f"{spoken(self.answer_s)} for a 200-word answer, {first}: {words}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the estimate as a JSON object."""
         token = None
         if self.token is not None:
             token = {name: getattr(self.token, name) for name in TokenEstimate.__slots__} | {"limit": self.token.limit}

@@ -69,7 +69,6 @@ class PlainModel:
 
     @property
     def whole(self) -> bool:
-        """Whether the whole model is in memory."""
         return self._open_layer is None
 
     def implementations(self) -> list[str]:

@@ -76,7 +76,6 @@ class Report:
         return "attach the report to a bug report"
 
     def to_json(self) -> dict[str, Any]:
-        """Everything."""
         made = self.comparison
         return {
             "kind": "verification",

@@ -16,7 +16,6 @@ OLDEST_TRANSFORMERS = (5, 21)
 
 
 def read_machine() -> Machine:
-    """Read the facts of this machine."""
     cpuinfo = read_text(Path("/proc/cpuinfo"))
     name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.M)
     flags = set(next(iter(re.findall(r"^flags\s*:\s*(.+)$", cpuinfo, re.M)), "").split())

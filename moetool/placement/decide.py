@@ -133,7 +133,6 @@ class Decision:
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """Return the moves in order."""
         return self.migration.moves
 
     @property
@@ -143,7 +142,6 @@ class Decision:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the moves."""
         return self.migration.bytes
 
     def to_json(self) -> dict[str, Any]:

@@ -57,7 +57,6 @@ class Demand:
 
     @property
     def tokens_NLE(self) -> np.ndarray:
-        """Return the tokens of each server."""
         return per_server(self.cluster, self.tokens_GLE)
 
     @property

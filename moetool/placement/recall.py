@@ -49,7 +49,6 @@ class Recall:
             self._keys.append(rows_TS.astype(np.int64) + first_S)
 
     def __call__(self, batch: Batch) -> Demand:
-        """Return the expected batch."""
         self._known, self._keys = [np.concatenate(self._known)], [np.concatenate(self._keys)]
         tokens_GLE = np.stack([self._expected(rows_TS) for _, rows_TS in batch[1]])
         tokens_GLE[:, 0] = batch[0].tokens_GLE[:, 0]

@@ -61,7 +61,6 @@ class ReplacementRecord(JsonRecord):
     outcome: str = ""
 
     def take(self, decision: Decision) -> None:
-        """Note a decision."""
         self.outcome, self.made = decision.reason, decision.made
         if not decision.moves:
             return

@@ -87,7 +87,6 @@ class DatasetRecipe:
         return tuple(dict.fromkeys(part.path[0] for part in _fields(self.prompt) if part.path))
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields, for --json."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 

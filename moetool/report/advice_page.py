@@ -172,7 +172,6 @@ def policy_table(advice: Advice) -> TextTable | None:
 
 
 def section(advice: Advice) -> Section:
-    """Return the section of a page."""
     return Section(
         name="Advice",
         notes=[

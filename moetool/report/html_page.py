@@ -20,7 +20,6 @@ class Section:
 
     @property
     def id(self) -> str:
-        """Its anchor."""
         return self.name.lower().replace(" ", "-")
 
 

@@ -43,12 +43,10 @@ class Popularity:
 
     @property
     def tokens_QLE(self) -> np.ndarray:
-        """Return the tokens of each task."""
         return self.tokens_QHLE.sum(axis=1)
 
     @property
     def tokens_LE(self) -> np.ndarray:
-        """Return the tokens of all tasks."""
         return self.tokens_QHLE.sum(axis=(0, 1))
 
 

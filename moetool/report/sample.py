@@ -68,7 +68,6 @@ class SampledRoutes:
         return bool(self.decode_T.any())
 
     def rows(self, request: int) -> slice:
-        """Return the rows of the request at this index."""
         return slice(int(self.start_B[request]), int(self.start_B[request + 1]))
 
     def steps(self, request: int) -> np.ndarray:

@@ -93,7 +93,6 @@ def facts(made: TraceMeasures) -> list[tuple[str, str]]:
 
 
 def _notes(made: TraceMeasures) -> dict[str, list[str]]:
-    """Return the notes of sections."""
     notes: dict[str, list[str]] = {}
     if len(made.routes.tasks) < 2:
         notes["Tasks"] = ["The trace has one task; with several, this section compares the experts that they use."]

@@ -55,7 +55,6 @@ class RowShape(NamedTuple):
 
     @property
     def num_values(self) -> int:
-        """Numbers of a row."""
         return self.heads * (self.key_width + self.value_width) + self.index_width
 
 

@@ -114,7 +114,6 @@ def with_rest(model: Footprint, split: MemorySplit) -> MemorySplit:
 
 
 def _size_reason(everything: str, complete: bool, more: int) -> str:
-    """Reason for the size of a part."""
     if complete:
         return everything
     return f"1/{_SHARE} of the experts' memory" if more else "the minimum, to leave memory for experts"

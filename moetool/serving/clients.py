@@ -28,7 +28,6 @@ class Client(NamedTuple):
 
 
 def client_of(scope: Scope) -> Client:
-    """Return the client of a request."""
     peer = scope.get("client")
     network = peer[0] if peer else ""
     try:

@@ -92,7 +92,6 @@ class Choice:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated."""
         return len(self.tokens)
 
     def advance(self, output: Output) -> TextPiece:

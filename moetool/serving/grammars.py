@@ -85,7 +85,6 @@ class Grammars:
 
 
 def arguments_schema(tools: list[Tool], name: str) -> str:
-    """Return the schema of the arguments of one function."""
     return json.dumps(next(_parameters(tool) for tool in tools if tool.function.name == name))
 
 

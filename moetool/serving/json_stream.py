@@ -25,7 +25,6 @@ class TextBuffer:
         self.ended = False
 
     def add(self, text: str, *, last: bool) -> None:
-        """Append text."""
         self._text += text
         self.ended = self.ended or last
 
@@ -67,7 +66,6 @@ class TextBuffer:
         self._taken = ""
 
     def remembered(self) -> str:
-        """Return the recorded text."""
         return self._taken
 
 

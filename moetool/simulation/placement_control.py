@@ -146,7 +146,6 @@ class SimulatedReplacement:
         self._moving = False
 
     def on_finished(self, request: SimulatedRequest) -> None:
-        """Count a finished request."""
         self._tokens += request.route.prompt_tokens + request.route.new_tokens
         if self._decisions.sees == "past":
             self._past_GLE[request.gpu] += request.route.calls_LE

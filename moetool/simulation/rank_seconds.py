@@ -38,7 +38,6 @@ class RankWork:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of the step."""
         return self.prompt_tokens + self.new_tokens
 
 

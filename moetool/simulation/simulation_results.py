@@ -170,7 +170,6 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def collect(engine: EventLoop, mode: str, seed: int, migrations: Sequence[ReplacementRecord]) -> Simulated:
-    """Collect the results of a finished event loop."""
     seconds = max(request.finished_s for request in engine.finished)
     byte_s = engine.network.byte_s
     return Simulated(

@@ -69,7 +69,6 @@ class RowChecks:
             )
 
     def _index(self, request_T: np.ndarray) -> np.ndarray:
-        """Return the index of each row's request."""
         requests_R = self._requests_R
         if not len(requests_R):
             raise MismatchError(f"{self._path} has rows but no requests, expected a request for each; capture again")

@@ -174,7 +174,6 @@ class SegmentWriter:
             self._changed.notify_all()
 
     def end_request(self, request: int) -> None:
-        """Record the end of a request."""
         self._post(lambda: self._end(request))
 
     def status(self) -> SegmentStatus:

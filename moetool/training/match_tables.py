@@ -114,7 +114,6 @@ def by_task(rows: Sequence[Any]) -> list[list[Any]]:
 
 
 def tables_of(rows: Sequence[Any]) -> list[TextTable]:
-    """Return all tables of one trace."""
     made = [_right(rows), *(_by_distance(rows, phase) for phase in phases(rows)), _recall(rows), _by_layer(rows)]
     scored = [row.prompt_prediction for row in rows if row.prompt_prediction is not None]
     found = [phase for phase in ("prefill", "decode") if any(one.overall(phase) for one in scored)]

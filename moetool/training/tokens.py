@@ -89,7 +89,6 @@ class Tokens:
         return replace(self, **cut)
 
     def to(self, device: Any) -> "Tokens":
-        """Return the tokens on another device."""
         moved: dict[str, Any] = {
             f.name: None if (v := getattr(self, f.name)) is None else v.to(device) for f in fields(self)
         }
@@ -169,7 +168,6 @@ def stream(trace: Trace, needs: Collection[str], part: Part, most: int = 1024) -
 
 
 def num_tokens(trace: Trace, part: Part) -> int:
-    """Return the number of tokens in a part of a trace."""
     if isinstance(part, Mapping):
         return sum(map(len, part.values()))
     table = trace.requests

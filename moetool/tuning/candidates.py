@@ -214,7 +214,6 @@ class Candidates:
         return dict.fromkeys(anew, "where every needed expert is loaded anew")
 
     def fitting(self, budget_bytes: int) -> list[str]:
-        """Return the candidates that fit into a budget."""
         lost = self.left_out(budget_bytes)
         return [name for name in self._names if name not in lost]
 

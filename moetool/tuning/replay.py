@@ -91,7 +91,6 @@ class ReplayRow:
 
     @property
     def loaded_bytes(self) -> int:
-        """Return all loaded bytes."""
         return self.prefill_bytes + self.decode_bytes
 
     @property
@@ -377,18 +376,15 @@ class _Source:
         self.late_ends = [] if self.sequential or self._batching else late_ends(trace)
 
     def requests(self) -> set[int]:
-        """Return the requests to replay."""
         recorded = set(self.trace.requests["request"].to_pylist())
         return recorded if self._requests is None else recorded & self._requests
 
     def num_tokens(self) -> int:
-        """Return the number of tokens to replay."""
         table = self.trace.requests
         counts = zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True)
         return sum(tokens for request, tokens in counts if self._requests is None or request in self._requests)
 
     def forwards(self, columns: Iterable[str]) -> Iterator[_Forward]:
-        """Yield the forwards in order."""
         table, late = self.trace.requests, {request for _, request in self.late_ends} | self.trace.running
         left = dict(zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True))
         trace = self.trace

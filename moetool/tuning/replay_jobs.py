@@ -101,7 +101,6 @@ def _tasks(
 
 
 def _tokens(trace: Trace, setup: ReplaySetup) -> int:
-    """Return the number of tokens to replay."""
     table = trace.requests
     counts = zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True)
     return sum(tokens for request, tokens in counts if setup.requests is None or request in setup.requests)

@@ -53,7 +53,6 @@ class SingleServer:
         return self._server.url
 
     def close(self) -> None:
-        """End."""
         self._server.stop(within_s=10.0)
         self._engine.close()
 
@@ -71,7 +70,6 @@ class EdgeTestbed:
 
     @property
     def urls(self) -> list[str]:
-        """URL of each server."""
         return [info.url for info in self.head.infos() if info is not None]
 
     def arrange(self, plan: PlacementPlan) -> None:

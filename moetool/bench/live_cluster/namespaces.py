@@ -156,7 +156,6 @@ class Hosts:
                 start.give_up()
 
     def pids(self, n: int | None) -> list[int]:
-        """The processes of a host."""
         return _pids(self.namespace(n))
 
     def kill(self, n: int | None) -> None:

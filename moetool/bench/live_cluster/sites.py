@@ -52,7 +52,6 @@ class Threads:
         """Do nothing: it lives as long as this process."""
 
     def close(self) -> None:
-        """End all."""
         for worker in self._workers:
             worker.close()
 

@@ -134,7 +134,6 @@ class Paper:
 
 
 def names() -> list[str]:
-    """Names of papers with a recipe."""
     return recipe_names("papers")
 
 

@@ -54,7 +54,6 @@ class Check:
 
     @property
     def names(self) -> list[str]:
-        """Names in the check, in their order."""
         named = [*self.order, self.lowest, self.highest, *self.among, *self.at_least, *self.at_most]
         return list(dict.fromkeys(name for name in named if name))
 

@@ -69,7 +69,6 @@ class Workbench:
 
     @property
     def seeds(self) -> range:
-        """Seeds of the experiments."""
         return range(self.sizes.seeds)
 
     @property

@@ -41,7 +41,6 @@ class ReportHistory:
         self._requests_N, self._failed_N = np.zeros(num_servers, int), np.zeros(num_servers, int)
 
     def add(self, stats: WorkerStats, now_s: float) -> None:
-        """Count a worker's report."""
         n = stats.server
         window = self._window(now_s)
         window["local"][n] += stats.local_pairs

@@ -153,7 +153,6 @@ class Scheduler:
 
     @property
     def migrating(self) -> bool:
-        """Whether a migration is running."""
         return self._target is not None
 
     def on_tick(self, head: Servers) -> None:

@@ -137,7 +137,6 @@ class RankExperts:
         return old or self.tally
 
     def begin_step(self) -> None:
-        """Begin a step of all ranks."""
         self._next = self._tokens = self._few = 0
         self._began = time.perf_counter()
         self.tally.steps += 1

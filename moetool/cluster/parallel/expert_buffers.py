@@ -41,7 +41,6 @@ class ExpertBuffers:
 
     @property
     def keys(self) -> set[int]:
-        """Keys of the held experts."""
         return set(self._views)
 
     def weights(self, key: int) -> tuple[Weight, ...]:

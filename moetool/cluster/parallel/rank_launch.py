@@ -66,7 +66,6 @@ class RankProcesses:
         return self._workers.pid(gpu)
 
     def close(self) -> None:
-        """End all ranks."""
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.close()

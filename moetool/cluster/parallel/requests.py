@@ -59,7 +59,6 @@ class Requests:
         self.prompt = self.generated = self.retried = 0
 
     def admit(self, request: RankRequest) -> None:
-        """Queue a request."""
         request.began = time.monotonic()
         if request.score is None and request.params.max_tokens == 0:
             self._give(request, Output(request.id, None, finish="length"))

@@ -141,7 +141,6 @@ class KernelBlock(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """I."""
         return self.words.shape[1] * 8
 
     def ordered(self, x: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,6 @@ class RowKind:
 
     @property
     def words(self) -> int:
-        """Words in a block."""
         return self.numbers // self.ways
 
     @property

@@ -52,13 +52,11 @@ class Vectors:
         return self.builder.mul(value, self.number(factor))
 
     def load(self, address: Any, kind: Any, align: int = 4) -> Any:
-        """Load the value at an address."""
         value = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
         value.align = align
         return value
 
     def store(self, value: Any, address: Any, align: int = 4) -> None:
-        """Write to an address."""
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer())).align = align
 
     def shuffled(self, vector: Any, indices: list[int]) -> Any:
@@ -116,7 +114,6 @@ class Vectors:
         return builder.select(builder.fcmp_unordered("uno", x, x), x, scaled)
 
     def prefetch(self, address: Any) -> None:
-        """Prefetch an address into the CPU cache."""
         byte = self.int8.as_pointer()
         prefetch = self.function("llvm.prefetch.p0", self.ir.VoidType(), byte, *[self.int32] * 3)
         reading, keep, data = (self.ir.Constant(self.int32, number) for number in (0, 3, 1))

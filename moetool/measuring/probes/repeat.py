@@ -17,7 +17,6 @@ class Timings:
         self._seconds: dict[float, list[float]] = defaultdict(list)
 
     def add(self, amount: float, seconds: float) -> None:
-        """Add one timing."""
         self._seconds[amount].append(max(seconds, _SHORTEST_S))
 
     def curve(self) -> Curve:

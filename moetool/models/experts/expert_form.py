@@ -99,7 +99,6 @@ class ExpertForm:
 
     @property
     def num_elements(self) -> int:
-        """Numbers in one expert."""
         return sum(torch.Size(part.shape).numel() for part in self.parts)
 
     def compute(self, x: torch.Tensor, weights: tuple[Weight, ...]) -> torch.Tensor:

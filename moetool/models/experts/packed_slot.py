@@ -120,7 +120,6 @@ class PackedSlot:
         return last.offset + last.num_bytes
 
     def views(self, slot: torch.Tensor) -> tuple[KernelWeight, ...]:
-        """The parts of the expert in a slot."""
         return tuple(KernelWeight(tuple(run.of(slot, self.tile) for run in runs)) for runs in self._runs)
 
     def fill(self, layout: StoredLayout, stored: torch.Tensor, slot: torch.Tensor) -> None:

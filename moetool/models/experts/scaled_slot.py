@@ -52,7 +52,6 @@ class _Segment(NamedTuple):
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of the numbers."""
         assert self.kind is not None
         return self.kind.row_bytes(math.prod(self.shape))
 
@@ -94,7 +93,6 @@ class ScaledSlot:
         return last.scale_offset + last.scale_bytes
 
     def views(self, slot: torch.Tensor) -> tuple[Weight, ...]:
-        """The parts of the expert in a slot."""
         return tuple(self._view(segments, slot) for segments in self._segments)
 
     def fill(self, layout: StoredLayout, stored: torch.Tensor, slot: torch.Tensor) -> None:

@@ -52,7 +52,6 @@ class Field(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in an expert's memory."""
         return memory[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
 
 
@@ -75,7 +74,6 @@ class StoredLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of an expert."""
         return sum(field.num_bytes for field in self.fields)
 
     @cached_property
@@ -173,7 +171,6 @@ class DenseSlot:
         return sum(torch.Size(shape).numel() for shape in self.shapes) * self.dtype.itemsize
 
     def views(self, slot: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The parts of the expert in a slot."""
         sizes = [torch.Size(shape).numel() for shape in self.shapes]
         flat = slot[: self.num_bytes].view(self.dtype).split(sizes)
         return tuple(

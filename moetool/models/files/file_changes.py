@@ -142,7 +142,6 @@ class WriteReports:
             self.reported = True
 
     def close(self) -> None:
-        """Close the queue of reports."""
         if self._queue >= 0:
             os.close(self._queue)
         self._queue, self.reported = -1, False

@@ -59,7 +59,6 @@ class TensorIndex(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the files."""
         return sum(file.stat().st_size for file in self.files)
 
     def read(self, tensor: Tensor) -> bytes:

@@ -108,7 +108,6 @@ class StoredWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def share(self, index: int, count: int, shape: tuple[int, ...]) -> "StoredWeight":

@@ -178,7 +178,6 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
         return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
 
@@ -205,7 +204,6 @@ class PackedWeight(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes, packed."""
         return sum(block.nbytes for block in self.blocks)
 
     @property

@@ -41,17 +41,14 @@ class Stores:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all devices."""
         return self._starts[-1]
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all slots."""
         return sum(store.pool_bytes for store in self.stores)
 
     @property
     def host_pool_bytes(self) -> int:
-        """Bytes of all host tiers."""
         return sum(store.host_pool_bytes for store in self.stores)
 
     @property
@@ -61,7 +58,6 @@ class Stores:
         return StoreStats(**{f.name: sum(getattr(stats, f.name) for stats in every) for f in fields(StoreStats)})
 
     def device_of(self, key: int) -> int:
-        """Device number of an expert."""
         return key % len(self.stores)
 
     def read_ahead(self, keys: Iterable[int]) -> None:

@@ -49,7 +49,6 @@ class EventWindow:
         self._current, self._before = [], counts
 
     def add(self, event: GateEvent) -> None:
-        """Add an event of the forward."""
         self._current.append(event)
 
     def end(self, info: ForwardInfo, counts: Counts, reserved_slots: int = 0) -> None:

@@ -94,7 +94,6 @@ class Sampler:
         self._choices[request] = _Choice(params, drawn, prompt)
 
     def remove(self, request: str) -> None:
-        """Forget a request."""
         self._choices.pop(request, None)
 
     def take(self, request: str, token: int) -> TokenLogprob | None:

@@ -82,7 +82,6 @@ class ServeLog:
 
     @property
     def path(self) -> Path:
-        """The folder of the trace."""
         return self._out
 
     def attach(self, loaded: LoadedModel, watch_partial: Callable[..., RemovableHandle] | None = None) -> None:
@@ -119,7 +118,6 @@ class ServeLog:
             self._stack = stack.pop_all()
 
     def add_request(self, request: int, prompt_tokens: int) -> None:
-        """Record a request."""
         assert self._writer is not None
         self._writer.add_request(request, prompt_tokens)
         self._unseen.add(request)
@@ -133,7 +131,6 @@ class ServeLog:
                 self._reused_tokens += position
 
     def on_step(self, forward: int, layer: int, step: Step) -> None:
-        """Record a decision."""
         self._digest(forward, layer, step)
 
     def on_costs(self, forward: int, load_s: float, host_s: float) -> None:

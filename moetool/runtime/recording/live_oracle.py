@@ -63,7 +63,6 @@ class LiveOracle:
         return self._latest
 
     def start(self) -> None:
-        """Start the thread."""
         if self._every_s and self._num_slots < self._spec.total_experts:
             self._thread = threading.Thread(target=self._run, name="oracle", daemon=True)
             self._thread.start()

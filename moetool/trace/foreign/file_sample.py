@@ -46,7 +46,6 @@ def read_whole(path: Path) -> bytes:
 
 
 def is_gzip(path: Path) -> bool:
-    """Return whether a file is gzip."""
     with path.open("rb") as file:
         return file.read(2) == _GZIP
 

@@ -179,7 +179,6 @@ def _sha256(path: Path) -> str | dict[str, str]:
 
 
 def _files_in(path: Path) -> list[Path]:
-    """Return a file, or the files in a folder."""
     return [file for file in (path, *sorted(path.rglob("*"))) if file.is_file()]
 
 

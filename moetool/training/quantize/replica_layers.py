@@ -73,7 +73,6 @@ class ReplicaOptions:
 
     @property
     def experts(self) -> Scheme:
-        """Return the scheme of routed experts."""
         return Scheme(bits=self.bits, group=self.group, symmetric=self.symmetric)
 
 
@@ -229,7 +228,6 @@ class ReplicaProgress:
         changed: set[str],
         squares: Mapping[str, torch.Tensor],
     ) -> None:
-        """Write the shard of a layer."""
         tensors: dict[str, torch.Tensor] = {}
         prefix = f"{self._prefix}{number}."
         for name, source in self._made_of.items():
