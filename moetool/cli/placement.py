@@ -163,7 +163,8 @@ def compare(
     planner: Annotated[
         list[str] | None,
         typer.Option(
-            help="Planner names, comma-separated (default: all but annealing, director_rounding and exhaustive)."
+            help="Planner names, comma-separated (default: all but annealing, director_rounding, exhaustive and "
+            "moetuner)."
         ),
     ] = None,
     split: Split = 0.5,

@@ -287,7 +287,7 @@ def _added_bytes(in_force: InForce, new_GLE: np.ndarray) -> np.ndarray:
 
 def _without_memory(cluster: Cluster) -> Cluster:
     servers = [
-        replace(server, gpus=tuple(replace(gpu, memory_bytes=gpu.reserved_bytes + 1) for gpu in server.gpus))
+        replace(server, gpus=tuple(replace(gpu, memory_bytes=1, reserved_bytes=0) for gpu in server.gpus))
         for server in cluster.servers
     ]
     return replace(cluster, servers=tuple(servers))

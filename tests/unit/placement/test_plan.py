@@ -14,6 +14,7 @@ from moetool.placement.cluster_file import load_cluster
 from moetool.placement.comparison import compare, verdict
 from moetool.placement.decide import plan_migration
 from moetool.placement.demand import planned_share, read_demand
+from moetool.placement.engine_slots import equal_slots
 from moetool.placement.exports import ktransformers, sglang, tensorrt_llm, vllm_ascend
 from moetool.placement.migration import order_moves, windows
 from moetool.placement.plan import MigrationPlan, Move, PlacementPlan, experts_of
@@ -343,9 +344,10 @@ def test_whether_a_migration_pays_is_decided_in_seconds(tmp_path: Path) -> None:
     other = replace(new, cluster=replace(cluster, links=(Link(between=("s0", "s1"), bytes_s=1.0),)))
     with refused(MismatchError, "different", "clusters"):
         plan_migration(old, other, problem.demand, horizon_tokens=1)
-    larger = replace(new, cluster=replace(cluster, servers=make_cluster([[9], [9]]).servers))
-    with refused(MismatchError, "--slots-per-gpu", "9"):
-        plan_migration(old, larger, problem.demand)
+    roomy = replace(cluster, servers=make_cluster([[9], [9]]).servers)
+    old, new = (replace(new, cluster=equal_slots(roomy, spec, None, slots)[0]) for slots in (1, 2))
+    with refused(MismatchError, "--slots-per-gpu 1", "2"):
+        plan_migration(old, new, problem.demand)
 
 
 def test_a_migration_over_a_slow_link_pays_only_if_it_saves_the_way_too() -> None:
