@@ -80,6 +80,9 @@ class CopySearch:
         x_Y, h_Y = np.nonzero((change_XH > 0) & ~placed_GE[gpu_X][:, here])
         # A swap that evens out two GPUs moves half of their difference.
         off_Y = np.abs(change_XH[x_Y, h_Y] - (load_G[slow] - load_G[gpu_X[x_Y]]) / 2)
+        if len(off_Y) > _SWAPS:  # sorting all takes longer than scoring the best
+            near = np.flatnonzero(off_Y <= np.partition(off_Y, _SWAPS - 1)[_SWAPS - 1])
+            x_Y, h_Y, off_Y = x_Y[near], h_Y[near], off_Y[near]
         for y in np.argsort(off_Y, kind="stable")[:_SWAPS].tolist():
             swapped = [here[h_Y[y]], there_X[x_Y[y]]]
             with_GE = placed_GE.copy()
