@@ -32,6 +32,7 @@ def serve_parallel(command: ClusterCommand, where: "ClusterAddress") -> None:
 def _serve(command: ClusterCommand, where: "ClusterAddress", toward: str, fork_server: "ForkServer | None") -> None:
     from moetool.cluster.parallel.rank_launch import RankProcesses
     from moetool.cluster.parallel.startup import open_head, rank_names, read_settings
+    from moetool.cluster.transport import url_for_others
     from moetool.costing.costs import CostProfile
     from moetool.serving import server
     from moetool.serving.server_options import ServerOptions
@@ -69,7 +70,7 @@ def _serve(command: ClusterCommand, where: "ClusterAddress", toward: str, fork_s
             server.HttpServer(
                 head,
                 sock,
-                on_ready=lambda at: tables.narrate(f"{url} {at}/v1"),
+                on_ready=lambda at: tables.narrate(f"{url} {url_for_others(at, command.host, toward)}/v1"),
                 options=allowed,
                 api_key=command.api_key,
             ).serve_forever()

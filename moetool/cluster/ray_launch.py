@@ -90,7 +90,8 @@ class RayMachines:
             cause = error.cause
             raise cause if isinstance(cause, MoetoolError) else MoetoolError(first_line(error)) from None
         except self._ray.exceptions.RayError as error:
-            raise MoetoolError(f"a machine of the cluster does not answer ({first_line(error)})") from None
+            why = first_line(error).partition(" lease_id=")[0]  # Ray's number for it follows
+            raise MoetoolError(f"a machine of the cluster does not answer ({why})") from None
 
 
 def _start_there(order: ProcessOrder, threads: int) -> ProcessRecord:

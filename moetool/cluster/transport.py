@@ -434,6 +434,14 @@ class Channel:
             self._connection = None
 
 
+def url_for_others(url: str, host: str, toward: str) -> str:
+    """Return the URL by which other machines reach a server on every address of this one; else the same URL."""
+    if not toward or host not in ("0.0.0.0", "::"):
+        return url
+    address = own_address(toward)
+    return f"{url.partition(':')[0]}://{f'[{address}]' if ':' in address else address}:{url.rpartition(':')[2]}"
+
+
 def own_address(toward: str) -> str:
     """Return the address of this machine's interface toward another machine (`host:port` or `host`).
 

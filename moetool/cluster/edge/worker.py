@@ -19,7 +19,7 @@ from moetool.cluster.edge.placed_experts import PlacedExperts
 from moetool.cluster.edge.protocol import WorkerInfo, WorkerStats
 from moetool.cluster.links import Bucket, Links
 from moetool.cluster.listener import listen
-from moetool.cluster.transport import Listener, own_address
+from moetool.cluster.transport import Listener, own_address, url_for_others
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.files.content_hash import differing_file
 from moetool.models.loading import LoadedModel
@@ -187,10 +187,7 @@ class Worker:
 
     def _on_ready(self, url: str) -> None:
         settings = self._settings
-        if settings.toward and settings.host in ("0.0.0.0", "::"):  # the URL must work from other machines
-            scheme, host, port = url.partition(":")[0], own_address(settings.toward), url.rpartition(":")[2]
-            url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-        self._url = url
+        self._url = url = url_for_others(url, settings.host, settings.toward)
         _LOG.info(
             "server %d serves on %s with %d of %d experts",
             *(settings.server, url, len(self._experts.held), self._experts.spec.total_experts),

@@ -173,8 +173,6 @@ class BatchLoop:
                 self._lose(*value)
             case "died":
                 self.ranks.died(value)
-            case "waits":
-                _LOG.warning("GPU %d lost its machine and no other is available; still searching", value)
             case "message":
                 gpu, channel, message = value
                 if self.ranks.knows(gpu, channel):

@@ -140,8 +140,7 @@ class Members:
     def lose(self, gpu: int) -> bool:
         """Record that a rank has ended, and restart it. Returns whether it was a member."""
         del self.ranks[gpu]
-        _LOG.warning("GPU %d of generation %d left; %d remain", gpu, self.generation, len(self.ranks))
-        self._narrate(f"rank {self._names[gpu]} left; {len(self.ranks)} ranks remain; restarting it")
+        self._narrate(f"rank {self._names[gpu]} left, {len(self.ranks)} of {self._num_gpus} remain; restarting it")
         self._start_again(gpu)
         return gpu in self.members
 
@@ -205,7 +204,6 @@ class Members:
             silent = [gpu for gpu, rank in late.items() if now - rank.heard_s > _FORM_S]
         self._deadline = now + _ALIVE_S
         for gpu in silent:
-            _LOG.warning("GPU %d does not answer in generation %d: killing its process", gpu, self.generation)
             self._narrate(f"rank {self._names[gpu]} does not answer: killing its process")
             with contextlib.suppress(Exception):
                 self._launcher.kill(gpu)
@@ -231,7 +229,6 @@ class Members:
     def _start_again(self, gpu: int) -> None:
         tries = self._tries.pop(gpu, 0)
         if tries == _TRIES:
-            _LOG.error("GPU %d failed to start %d times; continuing without it", gpu, tries)
             self._narrate(f"rank {self._names[gpu]} failed to start {tries} times; continuing without it")
             return
         self._tries[gpu] = tries + 1
@@ -247,13 +244,12 @@ class Members:
                 if gpu not in self._without_machine:
                     self._without_machine.add(gpu)
                     self._narrate(f"rank {self._names[gpu]} waits for a machine")
-                    self._post("waits", gpu)
+                    self._post("waits", gpu)  # the head sees whether any rank is left
                 wait_s = MACHINE_S
                 continue
             except Exception as error:
                 if self._over.is_set():
                     return
-                _LOG.warning("GPU %d could not be restarted: %s", gpu, error)
                 self._narrate(f"rank {self._names[gpu]} could not be started: {first_line(error)}; trying again")
                 self._without_machine.discard(gpu)
                 self.starting.discard(gpu)

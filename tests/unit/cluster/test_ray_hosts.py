@@ -6,7 +6,7 @@ import pytest
 
 from moetool.base.errors import CapacityError, UsageError
 from moetool.cluster.ray_hosts import choose, head_of
-from moetool.cluster.transport import own_address
+from moetool.cluster.transport import own_address, url_for_others
 from tests.refusals import refused
 
 
@@ -69,3 +69,10 @@ def test_own_address_of_the_newer_family(toward: str) -> None:
         assert own_address(toward) == "::1"
     except Exception as error:
         pytest.skip(f"this machine has no IPv6 ({error})")
+    assert url_for_others("http://[::1]:80", "::", toward) == "http://[::1]:80"
+
+
+def test_a_server_on_every_address_is_told_of_by_one_that_others_reach() -> None:
+    assert url_for_others("https://localhost:80", "0.0.0.0", "127.0.0.1:6379") == "https://127.0.0.1:80"
+    assert url_for_others("http://127.0.0.1:80", "127.0.0.1", "10.0.0.1") == "http://127.0.0.1:80"
+    assert url_for_others("http://127.0.0.1:80", "0.0.0.0", "") == "http://127.0.0.1:80"
