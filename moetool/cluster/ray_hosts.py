@@ -46,7 +46,7 @@ def choose(name: str, before: str | None, taken: Collection[str | None], nodes: 
     )
     if not free:
         raise CapacityError(
-            f"{len(there)} machines have joined, none for server {name}; join one with: ray start --address=HEAD "
+            f"none of {len(there)} joined machines is for server {name}; join one with: ray start --address=HEAD "
             f"--resources '{{\"{_NAME}{name}\": 1}}'"
         )
     return str(free[0][1])
