@@ -51,10 +51,17 @@ def staged_file(path: Path) -> Iterator[Path]:
         yield partial
         sync(partial)
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        _name(error, path)
         raise
     sync(path.parent)
+
+
+def _name(error: BaseException, path: Path) -> None:
+    """Name the output in the error of a write, which knows only a descriptor."""
+    if isinstance(error, OSError) and error.filename is None:
+        error.filename = str(path)
 
 
 def require_absent(out: Path, overwrite: bool | None = False, marker: str | None = None) -> None:
@@ -162,8 +169,9 @@ def _staged(out: Path, overwrite: bool, marker: str | None) -> Iterator[Path]:
         else:
             partial.rename(out)
         sync(out.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        _name(error, out)
         raise
 
 

@@ -43,6 +43,11 @@ _OUTSIDE = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG}
     | {errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
 )
+_UNCHANGED = "what was there before is unchanged"
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"{_UNCHANGED}; free space, or write elsewhere"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or choose another path"),
+}
 
 OURS = ("moetool", "predictors")
 """Packages whose absence is a bug of moetool."""
@@ -269,11 +274,9 @@ def _run() -> None:
             raise
         place = plugins.foreign_place(error)
         needs = "this command needs" if place is None else f"{place} imports"
-        _fail(
-            f"{needs} the package {package}, which is not fully installed ({error}); install it with: "
-            f"pip install {package}",
-            1,
-        )
+        own = package in sys.stdlib_module_names
+        remedy = "use a Python that was built with it" if own else f"install it with: pip install {package}"
+        _fail(f"{needs} the package {package}, which is not fully installed ({error}); {remedy}", 1)
     except MemoryError:
         if os.environ.get("MOETOOL_DEBUG") == "1":
             raise
@@ -281,7 +284,8 @@ def _run() -> None:
     except OSError as error:
         if error.errno not in _OUTSIDE or os.environ.get("MOETOOL_DEBUG") == "1":
             raise
-        _fail(f"{error.strerror}: {error.filename or 'the disk'}; what was there before is unchanged", 1)
+        where = error.filename or "the disk"
+        _fail(f"{error.strerror}: {where}; {_REMEDIES.get(error.errno, _UNCHANGED)}", 1)
     except Exception as error:
         place = None if os.environ.get("MOETOOL_DEBUG") == "1" else plugins.foreign_place(error)
         if place is None or interrupt.is_behind(error):

@@ -1,5 +1,6 @@
 """Errors of commands: one line (found, expected, next command), and the exit code."""
 
+import errno
 import json
 import os
 import shlex
@@ -405,6 +406,26 @@ def test_replicas_that_cannot_be_made(run: Run, trace: Path, tmp_path: Path) -> 
     assert not any(tmp_path.iterdir())
 
 
+def test_a_full_disk_is_named_with_the_output(
+    run: Run, short_trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    out = tmp_path / "r.csv"
+    result = run("trace", "export", short_trace, "--format", "route_csv", "--out", out)
+    _one_line(result, 1, "No space left on device", str(out), "free space, or write elsewhere")
+    assert not any(tmp_path.iterdir())
+
+    def denied(descriptor: int) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "fsync", denied)
+    result = run("trace", "export", short_trace, "--format", "route_csv", "--out", out)
+    _one_line(result, 1, f"Permission denied: {out}; change its permissions")
+
+
 def test_outputs_that_cannot_be_written(run: Run, short_trace: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
@@ -511,6 +532,8 @@ def test_a_package_that_is_not_there(run: Run, trace: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "datasets", None)
     capture = ("capture", "reference", "--data", "gsm8k", "--out", tmp_path / "t")
     _one_line(run(*capture), 1, "package datasets", "pip install datasets")
+    monkeypatch.setattr(sys, "stdlib_module_names", {"datasets"})
+    _one_line(run(*capture), 1, "package datasets", "use a Python that was built with it")
     monkeypatch.setattr("moetool.cli.main.OURS", ("datasets",))
     with pytest.raises(ModuleNotFoundError):  # what we forgot to ship is a bug, and shows where
         run(*capture)

@@ -194,3 +194,10 @@ def test_sha256(tmp_path: Path) -> None:
 def test_a_file_system_without_files_is_named_before_the_work() -> None:
     with refused(UsageError, "/proc", "plan.json"):
         durable.require_new_file(Path("/proc/plan.json"))
+
+
+def test_an_error_that_knows_no_name_is_given_the_output_s(tmp_path: Path) -> None:
+    for staged in (durable.staged_file, durable.staged_directory):
+        with pytest.raises(OSError, match="No space left") as caught, staged(tmp_path / "out"):
+            disk_full()
+        assert caught.value.filename == str(tmp_path / "out") and not (tmp_path / "out").exists()
