@@ -123,9 +123,11 @@ def _print(found: "Fit") -> None:
         token, (least, most) = found.token, found.tokens_s_range
         tables.print_lines([(name, tables.count(size, "B"), why) for name, size, why in memory_parts(found.budget)])
         print()
+        span = f"{_speed(least)} to {_speed(most)}"
+        others = f", {span} with the misses of other published routes" if least < most else ""
         tables.print_paragraph(
-            f"{_speed(found.tokens_s)} tokens/s, {_speed(least)} to {_speed(most)} with the misses of other published "
-            f"routes; {token.limit} takes most of the {token.seconds * 1e3:,.0f} ms of a token:"
+            f"{_speed(found.tokens_s)} tokens/s{others}; {token.limit} takes most of the {token.seconds * 1e3:,.0f} ms "
+            "of a token:"
         )
         tiers = [
             ("read in memory", token.memory_bytes, token.memory_s),

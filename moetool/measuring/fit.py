@@ -51,6 +51,7 @@ _VERDICTS = (
     (0.2, "too slow for a conversation, fine for work that can wait"),
     (0.0, "too slow to wait for"),
 )
+"""By tokens of an answer per second, the wait for its first one included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class Fit:
         """The answer in one sentence."""
         if self.token is None:
             return f"does not fit: {self.problem}"
-        words = next(text for least, text in _VERDICTS if self.tokens_s >= least)
+        words = next(text for least, text in _VERDICTS if ANSWER_TOKENS / self.answer_s >= least)
         first = f"{spoken(self.prompt_s)} to its first word after a prompt of {PROMPT_TOKENS:,} tokens"
         return f"{spoken(self.answer_s)} for a 200-word answer, {first}: {words}"
 
