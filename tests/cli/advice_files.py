@@ -2,6 +2,7 @@
 
 import csv
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from moetool.models.shape import shape_of
 from moetool.placement.cluster_file import load_cluster
 from moetool.placement.plan import bare_plan
 from moetool.trace.foreign.importing import import_trace
+from moetool.training.fitting import FitOptions
 from moetool.training.training import train
 from tests import artefacts, families, foreign, synthetic, synthetic_routes
 from tests.profiles import compute, flat, make_profile
@@ -20,6 +22,13 @@ from tests.synthetic_routes import make_spec
 
 def nothing(folder: Path) -> None:
     (folder / "empty").touch()
+
+
+def certificates(folder: Path) -> None:
+    nothing(folder)
+    new = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1")
+    command = ("openssl", *new, "-keyout", str(folder / "k.pem"), "-out", str(folder / "c.pem"))
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def trace(folder: Path) -> None:
@@ -36,6 +45,14 @@ def lost_weights(folder: Path) -> None:
     trace(folder)
     train("affinity", folder / "t", folder / "p")
     (folder / "p" / "predictor.safetensors").unlink()
+
+
+def lost_options(folder: Path) -> None:
+    """A predictor whose card names a width that no matrix can have."""
+    trace(folder)
+    train("expert_mlp", folder / "t", folder / "p", fit=FitOptions(max_epochs=1))
+    card = folder / "p" / "card.json"
+    card.write_text(json.dumps({**json.loads(card.read_text()), "options": {"hidden": [10**18]}}))
 
 
 def profiles(folder: Path) -> None:
@@ -102,7 +119,7 @@ def two_servers(folder: Path) -> None:
     for seed, name in enumerate("ab"):
         synthetic_routes.write_trace(folder / name, num_requests=8, seed=seed)
     _cluster(folder / "cluster.toml", a="20kB", b="20kB")
-    _cluster(folder / "linked.toml", '[[links]]\nfrom = "a"\nto = "b"\nbytes_s = "1MB"\n', a="20kB", b="20kB")
+    _cluster(folder / "linked.toml", '[[links]]\nbetween = ["a", "b"]\nbytes_s = "1MB"\n', a="20kB", b="20kB")
     _cluster(folder / "three.toml", a="20kB", b="30kB", c="20kB")
     for name, cluster in (("p.json", "cluster.toml"), ("third.json", "three.toml")):
         _plan(folder, name, cluster)
@@ -123,6 +140,12 @@ def imported_counts(folder: Path) -> None:
     counts(folder)
     import_trace([folder / "s.pt"], None, folder / "t", settings={"top_k": 2, "first_k_dense": 1})
     _cluster(folder / "cluster.toml", a="20MB")
+
+
+def older_counts(folder: Path) -> None:
+    imported_counts(folder)
+    file = folder / "t" / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "schema_version": 0}))
 
 
 def unsized(folder: Path) -> None:
@@ -155,6 +178,14 @@ def unknown_family(folder: Path, **changed: Any) -> None:
     (folder / "m" / "config.json").write_text(json.dumps({**numbers, **more, **changed}))
 
 
+def unsupported(folder: Path) -> None:
+    unknown_family(folder, model_type="doge")
+
+
+def dense(folder: Path) -> None:
+    unknown_family(folder, model_type="llama", intermediate_size=8, num_attention_heads=2)
+
+
 def unknown_without_top_k(folder: Path) -> None:
     unknown_family(folder, num_experts_per_tok=None)
 
@@ -179,4 +210,6 @@ def tables(folder: Path) -> None:
     _rows(folder / "requests.csv", "request", "spot", "layer", "expert", rows=spots)
     _rows(folder / "three.csv", "layer", "expert", rows=triples)
     _rows(folder / "bare.csv", rows=triples)
+    hours = [(hour, 0, *pair, 5) for hour in range(2) for pair in pairs]
+    _rows(folder / "twice.csv", "hour", "day", "layer", "expert", "count", rows=hours)
     _rows(folder / "counts.csv", "stage", "expert", "count", rows=[(*pair, 5) for pair in pairs])
