@@ -160,12 +160,11 @@ def score_tables(
     )
     latency = TextTable(
         title=f"Latency by DIRECTOR's Eqs. 2 and 4, and load balance ({costs})",
-        columns=(*("planner", "requests", "T_comp", "T_comm", "sum", "bound", "gap"), *balances.values()),
+        columns=(*("planner", "requests", "T_comp", "T_comm", "sum", "gap"), *balances.values()),
         rows=[
             [
                 *of,
                 *(significant(value) for value in (found.comp, found.comm, found.latency)),
-                "-" if found.latency_bound is None else significant(found.latency_bound),
                 "-" if found.latency_gap is None else tables.percent(found.latency_gap),
                 *(f"{found.balancedness[name]:.3f}" for name in balances),
             ]
@@ -173,8 +172,8 @@ def score_tables(
         ],
         num_text=2,
         notes=(
-            "bound: of the sum, of any placement in this memory: perfect balance, and the traffic that memory cannot "
-            "avoid; where no plan has replicas, of any with one copy per expert; gap: sum above it",
+            "gap: of the sum to a bound of all placements in this memory: perfect balance, and the traffic that memory "
+            "cannot avoid; where no plan has replicas, of any with one copy per expert",
             f"{', '.join(balances.values())}: balance as that engine defines it; {_best(balances)}",
         ),
     )
