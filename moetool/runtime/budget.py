@@ -13,7 +13,7 @@ from moetool.base.tables import count
 from moetool.base.types import ModelSpec
 from moetool.caching.policy import MIN_SLOTS, parse_options, policy_class
 from moetool.kernels.cpu.kinds import BFLOAT16
-from moetool.kernels.cpu.tiles import find_tiles
+from moetool.kernels.cpu.tiles import FEATURES, find_tiles
 from moetool.kernels.cpu.vectors import has_features
 from moetool.models.cache_size import RESERVED
 from moetool.models.checkpoint import Checkpoint
@@ -429,7 +429,7 @@ def _reserve_bytes(checkpoint: Checkpoint, options: ServeOptions, *, compile: bo
     by_torch = dtype == torch.bfloat16 and (  # products in float32 need no code of their own
         any(form.up_transposed or form.down_transposed for form in forms)
         or any(stays_packed(format, form, dtype) for format in formats for form in forms)
-        or not (find_tiles(BFLOAT16) if compile else has_features("avx512f"))  # compiled code: memory taken
+        or not (find_tiles(BFLOAT16) if compile else has_features(*FEATURES))  # compiled code: memory taken
     )
     return _RESERVE_BYTES + by_torch * _TORCH_PRODUCTS_BYTES
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetool.kernels.cpu import scaled_weight, vectors
+from moetool.kernels.cpu import many_rows, scaled_weight, vectors
 from moetool.kernels.cpu.compiled import find_kernel
 from moetool.kernels.cpu.kinds import BFLOAT16, GGML_KINDS, RowKind
 from moetool.kernels.cpu.matmul import MAX_SCALED_ROWS, products
@@ -56,7 +56,7 @@ def test_blocks_are_multiplied_as_the_numbers_of_the_gguf_package(kind: RowKind)
     for row in (0, 3, 6):
         assert torch.equal(products([x[row : row + 1]], [weight])[0][0], found[row])
     many = torch.randn(40, weight.columns).bfloat16()
-    assert torch.equal(weight.times(many), torch.nn.functional.linear(many, numbers.bfloat16()))
+    assert torch.equal(weight.times(many), many_rows.linear(many, numbers.bfloat16()))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in GGML_KINDS if kind.name.startswith("iq4")], ids=lambda k: k.name)

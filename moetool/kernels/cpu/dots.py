@@ -183,17 +183,19 @@ def dot_of(kind: RowKind, count: int) -> Any:
     return dot
 
 
-def unpacking_of(kind: RowKind, *, at_once: bool = False) -> Any:
-    """numba's `unpack(weight, scale, group, runs, output)`: a group of a row times its scale, as bfloat16.
+def unpacking_of(kind: RowKind, *, at_once: bool = False, wide: bool = False) -> Any:
+    """numba's `unpack(weight, scale, group, runs, output)`: a group of a row times its scale, rounded to bfloat16.
 
     Args:
         at_once: round by the CPU's instruction for it, which makes subnormal numbers 0.
+        wide: write float32.
     """
     from numba.core import cgutils, types
     from numba.extending import intrinsic
 
     length = run_length(kind)
     run_bytes = kind.row_bytes(length)
+    size, rounded = (4, Vectors.rounded_wide) if wide else (2, Vectors.rounded)
 
     def factors_of(vectors: Vectors, scale: Any, group: Any) -> list[Any]:
         """Scale of each vector of a run."""
@@ -217,11 +219,11 @@ def unpacking_of(kind: RowKind, *, at_once: bool = False) -> Any:
         factors = factors_of(vectors, scale, group) if kind.has_scales else None
         with cgutils.for_range(builder, runs) as loop:
             at = builder.add(builder.mul(group, runs), loop.index)
-            target = builder.add(output, vectors.times(at, 2 * length))
+            target = builder.add(output, vectors.times(at, size * length))
             for index, numbers in enumerate(run(vectors, kind, builder.add(weight, vectors.times(at, run_bytes)))):
                 scaled = numbers if factors is None else builder.fmul(numbers, factors[index])
-                vectors.store(vectors.converted(scaled) if at_once else vectors.rounded(scaled), target, 2)
-                target = builder.add(target, vectors.number(2 * LANES))
+                vectors.store(vectors.converted(scaled) if at_once else rounded(vectors, scaled), target, 2)
+                target = builder.add(target, vectors.number(size * LANES))
         return context.get_dummy_value()
 
     @intrinsic

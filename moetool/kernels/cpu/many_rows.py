@@ -1,8 +1,8 @@
-"""Products of many bfloat16 rows on a CPU that has no bfloat16 products.
+"""Products of many bfloat16 rows by small weights on a CPU that has no bfloat16 products.
 
 There torch adds bfloat16 numbers without the vector units. In float32, a block of the weight at a time, the same
-product takes 0.45 (16 rows) to 0.2 (256 rows) of the time on an AMD EPYC with AVX2
-(`tests/bench/test_many_rows.py`).
+product takes 0.5 (9 rows) to 0.1 (256 rows) of the time on an AMD EPYC with AVX2 (`tests/bench/test_many_rows.py`).
+Large weights have a kernel of their own (`moetool.kernels.cpu.tiles`).
 """
 
 import functools
@@ -13,8 +13,6 @@ from torch.nn.functional import linear as torch_linear
 
 _LEAST_ROWS = 8
 """Below, reading the weight as float32 costs more than it saves."""
-_LEAST_NUMBERS = 2**18
-"""Of a weight: smaller ones keep torch's product, and its bits. Where it pays for them was not measured."""
 _BLOCK_NUMBERS = 2**18  # 1 MB of float32: half of a core's second-level cache
 
 
@@ -42,7 +40,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     rows = x.numel() // max(1, num_inputs)
     if (
         rows < _LEAST_ROWS
-        or weight.numel() < _LEAST_NUMBERS
         or not x.dtype == weight.dtype == torch.bfloat16
         or x.device.type != "cpu"
         or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))

@@ -22,7 +22,15 @@ from moetool.kernels.cpu.inputs import ordered_rows
 from moetool.kernels.cpu.kinds import BFLOAT16, BFLOAT16_COLUMNS, RowKind
 from moetool.kernels.cpu.scaled_weight import ScaledWeight, StackedWeight, kernel_of
 from moetool.kernels.cpu.threads import PoolCall
-from moetool.kernels.cpu.tiles import TILE_INPUTS, Rows, cpu_has_tiles, find_tiles, tile_products, widens_bfloat16
+from moetool.kernels.cpu.tiles import (
+    FEATURES,
+    TILE_INPUTS,
+    Rows,
+    cpu_has_tiles,
+    find_tiles,
+    tile_products,
+    widens_bfloat16,
+)
 from moetool.kernels.cpu.vectors import has_features
 
 MAX_SCALED_ROWS = 8
@@ -245,7 +253,7 @@ class RowParameter(torch.nn.Parameter):
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     num_outputs, num_inputs = weight.shape
     rows = input.numel() // num_inputs
-    if rows == 0 or (rows > max_bfloat16_rows() and rows > max_rows(weight, input.dtype)):
+    if not 0 < rows <= max_rows(weight, input.dtype):
         return many_rows.linear(input, weight, bias)
     job = RowsOf(weight, range(rows), range(rows))
     output = scattered_products(input.reshape(rows, num_inputs), [job], rows)
@@ -262,15 +270,23 @@ def chosen_kernels() -> dict[str, Any]:
         instructions (torch's name of them), few_rows (prefetch distance in bytes of each compiled kernel, by number
         format) and more_rows (products of longer inputs in bfloat16).
     """
-    more = "float32 blocks" if many_rows.lacks_bfloat16_products() else "torch"
-    if has_features("avx512f"):
-        vectors = "AVX-512 in float32" if widens_bfloat16() else "avx512_bf16"
-        more = "AMX tiles" if cpu_has_tiles() else vectors
+    more = "torch"
+    if cpu_has_tiles():
+        more = "AMX tiles"
+    elif has_features(*FEATURES):
+        vectors = "AVX-512" if has_features("avx512f") else "AVX2"
+        more = f"{vectors} in float32" if widens_bfloat16() else "avx512_bf16"
     return {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "few_rows": chosen_prefetches(),
         "more_rows": more,
     }
+
+
+def _is_faster(weight: torch.Tensor) -> bool:
+    """Whether products with a weight [O, I] are faster here than torch's, at least those of many rows."""
+    small = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return takes(weight) or (small and many_rows.lacks_bfloat16_products())
 
 
 def adopt(model: torch.nn.Module, routers: Iterable[torch.nn.Module] = ()) -> int:
@@ -282,12 +298,12 @@ def adopt(model: torch.nn.Module, routers: Iterable[torch.nn.Module] = ()) -> in
     Effects: changes the class of those layers to `RowLinear` and of those weights to `RowParameter`, and moves their
         weights into huge pages; compiles the kernel if there is one such layer.
     """
-    linears = [m for m in model.modules() if type(m) is torch.nn.Linear and takes(m.weight)]
+    linears = [m for m in model.modules() if type(m) is torch.nn.Linear and _is_faster(m.weight)]
     for module in linears:
         module.__class__ = RowLinear
         ask_for_huge_pages(module.weight, collapse=True)
     owned = [(router, *each) for router in routers for each in router.named_parameters(recurse=False)]
-    owned = [(router, name, weight) for router, name, weight in owned if weight.dim() == 2 and takes(weight)]
+    owned = [(router, name, weight) for router, name, weight in owned if weight.dim() == 2 and _is_faster(weight)]
     for router, name, weight in owned:
         if not isinstance(router, RowLinear):
             setattr(router, name, RowParameter(weight, requires_grad=False))

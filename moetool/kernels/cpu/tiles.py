@@ -1,11 +1,11 @@
-"""Products of several rows with weights by the tiles of a CPU with AMX, or by AVX-512.
+"""Products of several rows with weights by the tiles of a CPU with AMX, or by its vectors.
 
 A tile holds 16 rows of 32 numbers in bfloat16. Rows of a weight are loaded into tiles as they lie in memory; rows of x
 are rearranged first. So with AMX a product of up to 32 rows takes as long as reading the weight. torch's product
 rearranges the weight in each call (`tests/bench/test_scaled_weights.py`), and compiles code for each new number of
 rows, which takes 8 ms and 1.4 to 2.1 MB. Packed weights are unpacked into the CPU cache, 32 rows at a time, rounded to
 bfloat16. Without AMX the same tiles of x are vectors: an instruction of `avx512_bf16` multiplies a pair of inputs of 16
-rows. Where it is slow or absent, two products in float32 give the same sums but for subnormal numbers.
+rows. Where it is slow or absent, as with AVX2, two products in float32 give the same sums but for subnormal numbers.
 
 Sums are in float32, in an order that depends only on the width of the weight. So a row's result is bit-identical in any
 batch, and differs from torch's only in rounding.
@@ -26,6 +26,8 @@ from moetool.kernels.cpu.numbers import run_length
 from moetool.kernels.cpu.threads import PoolCall, next_task_of, on_pool
 from moetool.kernels.cpu.vectors import LANES, Vectors, cpu_has_pairs, has_features
 
+FEATURES = ("avx2", "fma")
+"""Of the CPU, at least."""
 BLOCK_ROWS = 32
 """Rows of a weight per task of a thread: two tiles."""
 TILE_ROWS = 16
@@ -33,7 +35,7 @@ TILE_INPUTS = 32
 _MOST_TILES = 64  # of rearranged x in memory
 _TILE_BYTES = 1024
 _CACHED_BYTES = 2**20  # of x multiplied with a block of a weight in turn: half of a core's second-level cache
-_PAIRED_ROWS, _PAIRS = 8, 4  # rows of a weight and pairs of inputs at a time: two tiles take 16 registers for sums
+_PAIRS = 4  # of inputs at a time
 _SUMS_BYTES = 4 * _TILE_BYTES  # of two tiles of a weight by two of x, in float32
 _SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of <asm/prctl.h>, x86-64
 
@@ -109,7 +111,7 @@ def tile_products(
         targets += each.targets
     x = torch.empty(tiles[-1] * TILE_ROWS, inputs, dtype=torch.bfloat16)
     _arranging()([0, x_TI.data_ptr(), x.data_ptr(), tiles[-1], 2 * inputs, *sources], threads)
-    room_bytes = _SUMS_BYTES + BLOCK_ROWS * ((6 if widens_bfloat16() else 2) * inputs + 2 * VECTOR_BYTES)
+    room_bytes = _SUMS_BYTES + BLOCK_ROWS * ((4 if widens_bfloat16() else 2) * inputs + VECTOR_BYTES)
     room = torch.empty(threads * room_bytes, dtype=torch.uint8)
     head = TileJob(
         next_task=0,
@@ -135,7 +137,7 @@ def _parts(rows: Rows, most: int) -> list[Rows]:
 @functools.cache
 def find_tiles(kind: RowKind) -> PoolCall | None:
     """Return the compiled function for a kind of weight; None if the CPU has no instruction for it, or numba fails."""
-    if not has_features("avx512f"):
+    if not has_features(*FEATURES):
         return None
 
     def compile_sound() -> PoolCall:
@@ -205,6 +207,7 @@ def _compile(kind: RowKind) -> PoolCall:
 
     next_task, next_thread = next_task_of(), next_task_of(_PLACES["threads"])
     widens = widens_bfloat16()
+    size = 4 if widens else 2
     block_of = _block_of if cpu_has_tiles() else _widened_block_of if widens else _paired_block_of
     widen = _widening()
     multiply_1, multiply_2, (turn, put) = block_of(1), block_of(2), _putting()
@@ -214,8 +217,9 @@ def _compile(kind: RowKind) -> PoolCall:
     room_bytes_at, tiles_at = _PLACES["room_bytes"], _PLACES["tiles"]
     scale_rows_at, scale_bytes_at = _PLACES["scale_rows"], _PLACES["scale_bytes"]
     groups_at, vectors_at = _PLACES["groups"], _PLACES["vectors"]
+    most_tiles = 2 if has_features("avx512f") else 1  # of x whose sums fit in registers
     packed = kind is not BFLOAT16
-    unpack: Any = unpacking_of(kind, at_once=cpu_has_pairs()) if packed else None
+    unpack: Any = unpacking_of(kind, at_once=cpu_has_pairs() and not widens, wide=widens) if packed else None
     run_bytes = kind.row_bytes(run_length(kind))
     per_vector, each_run = max(1, VECTOR_BYTES // run_bytes), kind.scale != "float32"
 
@@ -229,8 +233,7 @@ def _compile(kind: RowKind) -> PoolCall:
         targets = tiles + num_weights + 1
         steps, tile_row = inputs // TILE_INPUTS, 2 * TILE_ROWS * inputs
         sums = job[room_at] + next_thread(job) * job[room_bytes_at]
-        unpacked, unpacked_bytes = sums + _SUMS_BYTES, 2 * inputs + VECTOR_BYTES  # powers of two share cache lines
-        wide, wide_bytes = unpacked + BLOCK_ROWS * unpacked_bytes, 4 * inputs + VECTOR_BYTES
+        made, made_bytes = sums + _SUMS_BYTES, size * inputs + VECTOR_BYTES  # powers of two share cache lines
         runs = row_bytes // run_bytes
         groups, per_group = (runs, 1) if each_run else (job[groups_at], job[vectors_at] * per_vector)
         blocks = outputs // BLOCK_ROWS
@@ -245,16 +248,16 @@ def _compile(kind: RowKind) -> PoolCall:
                     weight = block + row * row_bytes
                     scale = job[scales + which] + (first + row) // scale_rows * scale_bytes
                     for group in range(groups):
-                        unpack(weight, scale, group, per_group, unpacked + row * unpacked_bytes)
-                block, width = unpacked, unpacked_bytes
-            if widens:
+                        unpack(weight, scale, group, per_group, made + row * made_bytes)
+                block, width = made, made_bytes
+            elif widens:
                 for row in range(BLOCK_ROWS):
-                    widen(block + row * width, inputs // LANES, wide + row * wide_bytes)
-                block, width = wide, wide_bytes
+                    widen(block + row * width, inputs // LANES, made + row * made_bytes)
+                block, width = made, made_bytes
             tile, last = job[tiles + which], job[tiles + which + 1]
             row, end = job[starts + which], job[starts + which + 1]
             while tile < last:  # the block stays in the CPU cache
-                together = min(2, last - tile)
+                together = min(most_tiles, last - tile)
                 x = job[x_at] + tile * tile_row
                 if together == 2:
                     multiply_2(block, width, x, tile_row, steps, sums)
@@ -424,9 +427,10 @@ def _vector_block_of(tiles: int, add: Callable[[Vectors, Any, Any, list[Any], li
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         block, row_bytes, x, tile_row, steps, sums = arguments
         v = Vectors(builder)
-        with cgutils.for_range(builder, v.number(BLOCK_ROWS // _PAIRED_ROWS)) as part:
-            first = v.times(part.index, _PAIRED_ROWS)
-            rows = [builder.mul(builder.add(first, v.number(n)), row_bytes) for n in range(_PAIRED_ROWS)]
+        together = 8 if has_features("avx512f") else 4  # rows of a weight whose sums take half of the registers
+        with cgutils.for_range(builder, v.number(BLOCK_ROWS // together)) as part:
+            first = v.times(part.index, together)
+            rows = [builder.mul(builder.add(first, v.number(n)), row_bytes) for n in range(together)]
             rows = [builder.add(block, offset) for offset in rows]
             totals = [[cgutils.alloca_once(builder, v.floats) for _ in range(tiles)] for _ in rows]
             for total in (total for each in totals for total in each):

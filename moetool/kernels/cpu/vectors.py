@@ -167,13 +167,25 @@ class Vectors:
 
     def rounded(self, number: Any) -> Any:
         """A float32, or a vector of them, rounded to the nearest bfloat16, ties to even, as int16."""
-        builder, word, short = self.builder, self.int32, self.int16
-        if isinstance(number.type, self.ir.VectorType):
-            word, short = self.of(word), self.of(short)
+        upper = self.builder.lshr(self._rounded_bits(number), self._each(self._word(number), 16))
+        is_vector = isinstance(number.type, self.ir.VectorType)
+        return self.builder.trunc(upper, self.of(self.int16) if is_vector else self.int16)
+
+    def rounded_wide(self, number: Any) -> Any:
+        """Like `rounded`, as float32."""
+        bits = self.builder.and_(self._rounded_bits(number), self._each(self._word(number), -(2**16)))
+        return self.builder.bitcast(bits, number.type)
+
+    def _rounded_bits(self, number: Any) -> Any:
+        """Bits of a float32 whose upper half is the nearest bfloat16."""
+        builder, word = self.builder, self._word(number)
         half, one, last = (self._each(word, value) for value in (16, 1, 0x7FFF))
         bits = builder.bitcast(number, word)
         odd = builder.and_(builder.lshr(bits, half), one)
-        return builder.trunc(builder.lshr(builder.add(builder.add(bits, last), odd), half), short)
+        return builder.add(builder.add(bits, last), odd)
+
+    def _word(self, number: Any) -> Any:
+        return self.of(self.int32) if isinstance(number.type, self.ir.VectorType) else self.int32
 
     def bfloat16(self, number: Any) -> Any:
         """Like `rounded`; NaN stays NaN."""

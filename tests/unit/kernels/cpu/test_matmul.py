@@ -134,8 +134,10 @@ def test_what_the_kernel_does_not_take_is_left_to_torch(monkeypatch: pytest.Monk
     assert not takes("a packed weight")
 
 
-def test_linear_layers_are_adopted_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lacking", [False, True])
+def test_linear_layers_are_adopted_in_place(lacking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "find_tiles", lambda *kind: None)
+    monkeypatch.setattr(many_rows, "lacks_bfloat16_products", lambda: lacking)
     model = torch.nn.Sequential(
         torch.nn.Linear(576, 512, dtype=torch.bfloat16),
         torch.nn.Linear(512, 64, bias=False, dtype=torch.bfloat16),  # small
@@ -143,9 +145,9 @@ def test_linear_layers_are_adopted_in_place(monkeypatch: pytest.MonkeyPatch) -> 
     x = _rows(max_bfloat16_rows())[None]
     with torch.inference_mode():
         before = model[0](x)
-        assert adopt(model) == 1
+        assert adopt(model) == 1 + lacking
         assert isinstance(model[0], RowLinear)
-        assert type(model[1]) is torch.nn.Linear
+        assert type(model[1]) is (RowLinear if lacking else torch.nn.Linear)
         after = model[0](x)
         assert after.shape == before.shape
         assert torch.allclose(after.float(), before.float(), rtol=2**-7, atol=1e-2)
