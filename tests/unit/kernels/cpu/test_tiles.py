@@ -18,7 +18,7 @@ from moetool.kernels.cpu.matmul import (
 )
 from moetool.kernels.cpu.scaled_weight import ScaledWeight
 from moetool.kernels.cpu.tiles import FEATURES, cpu_has_tiles, find_tiles
-from moetool.kernels.cpu.vectors import cpu_has_pairs, has_features
+from moetool.kernels.cpu.vectors import has_features
 from tests.unit.kernels.cpu.test_scaled_weight import CASES, example_weight
 
 pytestmark = pytest.mark.skipif(not has_features(*FEATURES), reason="this CPU has no AVX2")
@@ -67,12 +67,16 @@ def test_a_row_is_the_same_in_any_batch(threads: int) -> None:
 
 
 @pytest.mark.skipif(cpu_has_tiles(), reason="the tiles of AMX add pairs of products in another order")
-@pytest.mark.parametrize("slow_pairs", [False, True])
-def test_sums_add_the_odd_input_of_a_pair_first(slow_pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not slow_pairs and not cpu_has_pairs():
-        pytest.skip("this CPU has no avx512_bf16")
+@pytest.mark.parametrize("form", ["avx512_bf16", "AVX-512", "AVX2"])
+def test_sums_add_the_odd_input_of_a_pair_first(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = {"avx512_bf16": ("avx512f", "avx512bf16"), "AVX-512": ("avx512f",), "AVX2": ()}[form]
+    if not has_features(*features):
+        pytest.skip(f"this CPU has no {form}")
     count = 40
-    monkeypatch.setattr(tiles, "widens_bfloat16", lambda: slow_pairs)
+    monkeypatch.setattr(tiles, "widens_bfloat16", lambda: form != "avx512_bf16")
+    monkeypatch.setattr(
+        tiles, "has_features", lambda *names: has_features(*names) and ("avx512f" not in names or form != "AVX2")
+    )
     multiply = find_tiles.__wrapped__(BFLOAT16)
     monkeypatch.setattr(matmul, "find_tiles", lambda kind: multiply)
     x, weight = _rows(count), _weight()
