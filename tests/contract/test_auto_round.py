@@ -26,9 +26,8 @@ def written(tmp_path_factory: pytest.TempPathFactory, reference: Path) -> Path:
     """A folder with a checkpoint per export and its twin."""
     pytest.importorskip("auto_round")
     folder = tmp_path_factory.mktemp("auto-round")
-    families.save(
-        "qwen3_moe", folder / "dense", hidden_size=64, head_dim=16, moe_intermediate_size=32, intermediate_size=64
-    )
+    widths = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 32, "intermediate_size": 64}
+    families.save("qwen3_moe", folder / "dense", num_hidden_layers=2, num_experts=4, **widths)
     for file in reference.glob("token*"):
         shutil.copy(file, folder / "dense")
     command = [sys.executable, "-m", "tests.auto_round_writer", str(folder / "dense"), str(folder)]
