@@ -156,6 +156,16 @@ def test_an_error_of_a_plugin_is_one_line_with_its_place(
     assert all(fact in error for fact in (*facts, "MOETOOL_DEBUG=1"))
 
 
+def test_an_error_of_a_plugin_in_a_forward_names_its_place(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (lab / "wrong.py").write_text(BROKEN)
+    capture = "capture reference --data arithmetic --max-prompts 1 --max-new-tokens 1 --device-memory 20MB --out t"
+    assert exit_code(monkeypatch, *capture.split(), "--policy", "./wrong.py") == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "prompt arithmetic-001: IndexError" in error and "wrong.py:14 in gate)" in error
+
+
 @pytest.mark.parametrize("name", ["bench_lab.wrong", "./bench_lab/wrong.py"])
 @pytest.mark.parametrize(
     ("text", "facts"),

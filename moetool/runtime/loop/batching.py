@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moetool.base import plugins
 from moetool.base.errors import MoetoolError, UsageError
 from moetool.base.types import Phase
 from moetool.kernels.cpu.attention import find_attention_kernel
@@ -470,7 +471,9 @@ class Batcher:
 
     def _fail(self, request: _Request, error: Exception) -> Output:
         self._end(request)
-        return Output(request.number, None, finish="error", error=str(error))
+        place = None if isinstance(error, MoetoolError) else plugins.foreign_place(error)
+        said = str(error) if place is None else f"{type(error).__name__}: {error} (from {place})"
+        return Output(request.number, None, finish="error", error=said)
 
     def _end(self, request: _Request, *, keep: bool = True) -> None:
         """Forget a request; `keep` as in `PageLedger.release`."""
