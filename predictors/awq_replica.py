@@ -99,11 +99,7 @@ class Predictor(moetool.training.predictor.Predictor):
         raise UsageError("awq_replica is made from a model: moetool train awq_replica MODEL --data … --out DIR")
 
     def open(self, folder: Path) -> None:
-        """Load the replica.
-
-        Raises:
-            MismatchError: the files differ from its card.
-        """
+        """Load the replica. Raises: MismatchError: the files differ from its card."""
         from moetool.models.checkpoint import Checkpoint
         from moetool.models.loading import load_full, use_threads
         from moetool.models.packed_memory import load_packed
@@ -145,11 +141,7 @@ class Predictor(moetool.training.predictor.Predictor):
 
     @torch.inference_mode()
     def predict_prompt(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Score the prompt; new tokens get its mean.
-
-        Raises:
-            MismatchError: a token id is withheld.
-        """
+        """Score the prompt; new tokens get its mean. Raises: MismatchError: a token id is withheld."""
         ids_S = self._known(token_id_S)
         scores_LSE = torch.zeros(self.num_layers, len(ids_S), self.num_experts)
         with self._recorded(scores_LSE, torch.arange(len(ids_S))):

@@ -39,11 +39,7 @@ class Predictor(moetool.training.predictor.Predictor):
         """Nothing to count."""
 
     def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
-        """Return the recorded scores.
-
-        Raises:
-            MismatchError: the gates are not known this far ahead.
-        """
+        """Return the recorded scores. Raises: MismatchError: the gates are not known this far ahead."""
         assert tokens.ahead_TPAE is not None
         last = tokens.num_layers - 1
         distance = layer - last

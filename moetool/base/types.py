@@ -98,11 +98,7 @@ class ModelSpec:
         return self.slot_bytes != UNKNOWN_BYTES
 
     def require_sizes(self, path: object) -> None:
-        """Refuse bytes of memory for a model whose experts have an unknown size.
-
-        Raises:
-            UsageError: they have.
-        """
+        """Refuse bytes of memory for a model whose experts have an unknown size. Raises: UsageError: they have."""
         if not self.sized:
             raise UsageError(
                 f"{path} does not say how large an expert of {self.name} is; give memory as a share, such as 25%, or "

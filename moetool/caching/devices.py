@@ -144,11 +144,7 @@ class DevicePolicies:
         }
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Restore the states.
-
-        Raises:
-            ValueError: the state is of another number of devices.
-        """
+        """Restore the states. Raises: ValueError: the state is of another number of devices."""
         parts: list[dict[str, np.ndarray]] = [{} for _ in self._policies]
         for name, array in state.items():
             device, dot, rest = name.removeprefix("device").partition(".")

@@ -331,11 +331,7 @@ def slots_within(spec: ModelSpec, budget_bytes: int) -> int:
 
 
 def policy_class(name: str) -> type[Policy]:
-    """Return the `Policy` of a plugin.
-
-    Raises:
-        UsageError: there is no such policy.
-    """
+    """Return the `Policy` of a plugin. Raises: UsageError: there is no such policy."""
     found: type[Policy] = plugins.load("policy", name).Policy
     return found
 

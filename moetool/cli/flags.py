@@ -27,10 +27,7 @@ def note(line: str) -> None:
 
 
 def open_trace(path: Path) -> "Trace":
-    """Open a trace for a command. Raises: as `Trace`.
-
-    Effects: prints a note if the trace is not closed.
-    """
+    """Open a trace for a command. Raises: as `Trace`. Effects: prints a note if the trace is not closed."""
     from moetool.trace.reader import Trace
 
     trace = Trace(path)

@@ -71,11 +71,7 @@ def in_time(card: Card, trace: Trace) -> dict[str, dict[int, range]] | None:
 
 
 def unseen_by_all(cards: Sequence[Card], trace: Trace) -> Unseen:
-    """Return the part of a trace that no predictor has seen.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the part of a trace that no predictor has seen. Raises: UsageError: there is none."""
     tokens = {row["request"]: row["tokens"] for row in trace.requests.to_pylist() if row["tokens"]}
     left = {request: range(count) for request, count in tokens.items()}
     ended, undecided = False, 0

@@ -73,11 +73,7 @@ def require_drawable(path: Path) -> None:
 
 
 def save(path: Path, height: float, paint: Callable[["Figure"], None]) -> None:
-    """Save a figure as a file in the format of its suffix.
-
-    Raises:
-        UsageError: the suffix is not .svg, .png or .pdf.
-    """
+    """Save a figure as a file in the format of its suffix. Raises: UsageError: the suffix is not .svg, .png or .pdf."""
     require_drawable(path)
     dated = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix)
     metadata = {dated: None} if dated else None

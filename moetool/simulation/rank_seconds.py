@@ -120,11 +120,7 @@ class ProfiledRank:
 
 
 def rank_seconds(costs: AssumedCosts | CostProfile | RankSeconds | None, spec: ModelSpec) -> RankSeconds:
-    """Return the costs of a rank.
-
-    Raises:
-        MismatchError: a profile of another model.
-    """
+    """Return the costs of a rank. Raises: MismatchError: a profile of another model."""
     if costs is None or isinstance(costs, AssumedCosts):
         return AssumedRank(costs=costs or AssumedCosts())
     if not isinstance(costs, CostProfile):

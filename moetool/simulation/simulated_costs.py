@@ -85,11 +85,7 @@ def profiled(profile: CostProfile, spec: ModelSpec, most_tokens: int, context: i
 
 
 def token_bytes(spec: ModelSpec, value_bytes: int, given: int = 0) -> int:
-    """Return the bytes of a token's hidden state.
-
-    Raises:
-        MismatchError: they are neither given nor known.
-    """
+    """Return the bytes of a token's hidden state. Raises: MismatchError: they are neither given nor known."""
     if given > 0:
         return given
     if spec.hidden_size <= 0:

@@ -59,11 +59,7 @@ def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Sche
 
 
 def to_token_batch(record: pa.RecordBatch) -> TokenBatch:
-    """Convert Arrow rows of tokens/, sharing their memory.
-
-    Raises:
-        pa.ArrowInvalid: a value is missing.
-    """
+    """Convert Arrow rows of tokens/, sharing their memory. Raises: pa.ArrowInvalid: a value is missing."""
     columns: dict[str, Any] = {}
     for name in record.schema.names:
         values = record[name]

@@ -166,11 +166,7 @@ class TraceWriter:
         self._queue.put((self._iterations, columns))
 
     def append(self, batch: TokenBatch) -> None:
-        """Queue the rows of one forward.
-
-        Raises:
-            MoetoolError: the writer thread failed, for example on a full disk.
-        """
+        """Queue the rows of one forward. Raises: MoetoolError: the writer thread failed, for example on a full disk."""
         self._check()
         for request, rows in zip(*np.unique(batch.request_T, return_counts=True), strict=True):
             self._rows_of[int(request)] = self._rows_of.get(int(request), 0) + int(rows)

@@ -261,11 +261,7 @@ class Predictor(nn.Module):
 
     @torch.inference_mode()
     def scores(self, layer: int) -> np.ndarray:
-        """Score MoE layer `layer` for every token of the observed forward.
-
-        Returns:
-            float32 [T, E].
-        """
+        """Score MoE layer `layer` for every token of the observed forward. Returns: float32 [T, E]."""
         assert layer > 0 and layer - self._num_observed < self.lookahead, "too few layers were observed"
         known = Tokens(**{name: torch.from_numpy(column) for name, column in self._path.items()})
         return self.layer_scores(known.before(min(layer, self._num_observed)), layer).numpy()

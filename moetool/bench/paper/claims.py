@@ -90,11 +90,7 @@ class ClaimSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Tables and figures of a paper without a claim, and why.
-
-    Raises:
-        UsageError: ids or reason are missing.
-    """
+    """Tables and figures of a paper without a claim, and why. Raises: UsageError: ids or reason are missing."""
 
     ids: tuple[str, ...]
     why: str

@@ -488,10 +488,7 @@ class EdgeHead:
 
 
 def _at_once(work: Callable[[int], T], count: int) -> list[T]:
-    """Return `work(n)` for each n below `count`, each from its own thread.
-
-    Raises: the first one's exception.
-    """
+    """Return `work(n)` for each n below `count`, each from its own thread. Raises: the first one's exception."""
     results: list[Future[T]] = [Future() for _ in range(count)]
 
     def run(n: int) -> None:

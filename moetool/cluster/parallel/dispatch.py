@@ -148,11 +148,7 @@ class RankExperts:
         self._tokens += len(info.request_T)
 
     def end_step(self) -> None:
-        """Take part in layers without own rows, or after a failed forward.
-
-        Raises:
-            GroupBroken: a rank has ended.
-        """
+        """Take part in layers without own rows, or after a failed forward. Raises: GroupBroken: a rank has ended."""
         while self._next < self._spec.num_layers:
             self._exchange(self._layers[self._next], {})
 

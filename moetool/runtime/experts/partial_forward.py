@@ -50,11 +50,7 @@ class DecoderLayer:
 
 
 def decoder_layers(model: Any, layers: list[MoeLayer]) -> list[DecoderLayer]:
-    """The decoder layers of the MoE layers.
-
-    Raises:
-        UsageError: they are not of the usual shape, or not consecutive.
-    """
+    """The decoder layers of the MoE layers. Raises: UsageError: they are not of the usual shape, or not consecutive."""
     modules = dict(model.named_modules())
     found: list[DecoderLayer] = []
     for layer in layers:

@@ -62,11 +62,7 @@ class MappedColumns:
 
 
 def parse_map(texts: Sequence[str]) -> dict[str, str]:
-    """Parse the values of `--map`.
-
-    Raises:
-        UsageError: a value is not field=column, or names an unknown field.
-    """
+    """Parse the values of `--map`. Raises: UsageError: a value is not field=column, or names an unknown field."""
     found: dict[str, str] = {}
     for part in ",".join(texts).split(",") if texts else []:
         field, equals, column = (piece.strip() for piece in part.partition("="))
@@ -163,11 +159,7 @@ def _is_numeric(cells: Sequence[str]) -> bool:
 
 
 def read_table(path: Path) -> "pa.Table":
-    """Read a whole table.
-
-    Raises:
-        MismatchError: it is damaged, or not a table.
-    """
+    """Read a whole table. Raises: MismatchError: it is damaged, or not a table."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -219,11 +211,7 @@ def _delimited(source: Any, first: str) -> "pa.Table":
 
 
 def whole_numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarray:
-    """Return a column of whole numbers from 0 as int64.
-
-    Raises:
-        MismatchError: it has other values or empty cells.
-    """
+    """Return a column of whole numbers from 0 as int64. Raises: MismatchError: it has other values or empty cells."""
     import pyarrow as pa
 
     if column.null_count:
@@ -239,11 +227,7 @@ def whole_numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarra
 
 
 def numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarray:
-    """Return a column of numbers as float32.
-
-    Raises:
-        MismatchError: it has other values or empty cells.
-    """
+    """Return a column of numbers as float32. Raises: MismatchError: it has other values or empty cells."""
     import pyarrow as pa
 
     try:

@@ -42,11 +42,7 @@ def field(where: str, holder: Any, name: str, kind: type) -> Any:
 
 
 def decoded(where: str, text: str) -> bytes:
-    """Return the bytes of a base64 text.
-
-    Raises:
-        MismatchError: it is not base64.
-    """
+    """Return the bytes of a base64 text. Raises: MismatchError: it is not base64."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -78,11 +78,7 @@ class Routes:
 
 
 def one_task(trace: Trace, format: str) -> str:
-    """Return the only task of a trace.
-
-    Raises:
-        MismatchError: it has several.
-    """
+    """Return the only task of a trace. Raises: MismatchError: it has several."""
     tasks = sorted(set(trace.requests["task"].to_pylist()))
     if len(tasks) != 1:
         raise MismatchError(

@@ -20,11 +20,7 @@ def records_of(pack: dict[str, Any]) -> str | None:
 
 
 def records(path: Path, pack: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the records of the modes per_pass and per_token.
-
-    Raises:
-        MismatchError: there are none.
-    """
+    """Return the records of the modes per_pass and per_token. Raises: MismatchError: there are none."""
     found = pack.get("records")
     if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
         raise MismatchError(f"{path} has no records, expected those of per_pass or per_token; use sglang_stat for stat")

@@ -33,11 +33,7 @@ def recognize(sample: FileSample) -> str | None:
 
 
 def read_routes(path: Path, facts: ModelFacts) -> Routes:
-    """Read and check the whole file.
-
-    Raises:
-        MismatchError: it is damaged, or has no array of expert numbers.
-    """
+    """Read and check the whole file. Raises: MismatchError: it is damaged, or has no array of expert numbers."""
     pack = array_file.load(path)
     found = array_file.by_layer(path, pack, _IDS, "iub")
     if found is None:

@@ -62,11 +62,7 @@ def counted(paths: Sequence[Path], found: Sequence[np.ndarray], facts: ModelFact
 
 
 def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write counts; return notes on the additions.
-
-    Raises:
-        UsageError: `num_hidden_layers` is too small.
-    """
+    """Write counts; return notes on the additions. Raises: UsageError: `num_hidden_layers` is too small."""
     spec, num_hidden = counted.spec, hidden_layers(counted.spec, num_hidden_layers)
     counts_WHE = sglang_recorder.counts_with_dense(counted.counts_WLE, spec.layer_ids_L, num_hidden)
     torch_file.save({"rank": 0, "logical_count": counts_WHE, "average_utilization_rate_over_window": None}, out)
