@@ -248,9 +248,8 @@ def _allocate(num_bytes: int, device: torch.device, alignment: int = ALIGNMENT) 
     return memory[start : start + num_bytes]
 
 
-def to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Copy small integers to a device as int32, asynchronously."""
-    values = torch.tensor(numbers, dtype=torch.int32)
+def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a small CPU tensor to a device asynchronously."""
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)  # torch keeps the memory until it has been copied

@@ -20,7 +20,7 @@ from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.experts.packed_parts import packed_parts
 from moetool.models.experts.slot_unpacking import SlotUnpacking
 from moetool.models.loading import LoadedModel
-from moetool.runtime.experts.copies import to_device
+from moetool.runtime.experts.copies import on_device
 from moetool.runtime.experts.machines import ExpertPool, StoreMachine
 
 Parts = tuple[torch.Tensor | PackedPart, ...]
@@ -207,7 +207,7 @@ class PooledExperts:
         numbers = [-1] * self._num_experts
         for expert, slot in slots.items():
             numbers[expert] = slot
-        return to_device(numbers, self._device)
+        return on_device(torch.tensor(numbers, dtype=torch.int32), self._device)
 
 
 class PoolMachine(StoreMachine):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from moetool.runtime.experts.copies import on_device
 from moetool.runtime.request import SamplingParams
 
 _WHOLE = 2**52
@@ -46,13 +47,6 @@ class RowSampling(NamedTuple):
         temperature, min_p, top_p, top_k = packed[:4].view(torch.float64)
         limited = any(p.min_p > 0 or p.top_p < 1 or 0 < p.top_k < vocabulary for p, _ in rows)
         return cls(packed[4], temperature.float(), min_p.float(), top_p.float(), top_k.long(), limited)
-
-
-def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a small CPU tensor to a device asynchronously."""
-    if device.type != "cuda":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)  # torch keeps the memory until the copy ends
 
 
 def batched_gumbel_scores(logits_BV: torch.Tensor, draws: RowSampling) -> torch.Tensor:

@@ -45,6 +45,7 @@ from moetool.runtime.decoding import (
     row_shapes,
     score_prompt,
 )
+from moetool.runtime.experts.copies import on_device
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.kv.indexed import indexed_arguments
 from moetool.runtime.kv.kept_prefixes import PrefixFile
@@ -52,7 +53,6 @@ from moetool.runtime.kv.latents import keep_latents
 from moetool.runtime.kv.ledger import PageLedger, PageTable
 from moetool.runtime.kv.paged_attention import PAGED, DecodeRows, paged_attention, plain_arguments
 from moetool.runtime.kv.pages import KvBatch, KvPages
-from moetool.runtime.loop.batched_sampling import on_device
 from moetool.runtime.loop.prompt_chunks import PromptChunks
 from moetool.runtime.loop.sampling import Sampler
 from moetool.runtime.request import Output, SamplingParams

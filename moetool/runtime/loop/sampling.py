@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from moetool.runtime.decoding import NOT_NUMBERS
-from moetool.runtime.loop.batched_sampling import RowSampling, batched_gumbel_scores, on_device
+from moetool.runtime.experts.copies import on_device
+from moetool.runtime.loop.batched_sampling import RowSampling, batched_gumbel_scores
 from moetool.runtime.request import Matcher, Output, SamplingParams, TokenLogprob
 
 NO_TOKEN_LEFT = "no token is left to sample: grammar and logit_bias together exclude all of them"
