@@ -123,11 +123,11 @@ def _print(found: "Fit") -> None:
         token, (least, most) = found.token, found.tokens_s_range
         tables.print_lines([(name, tables.count(size, "B"), why) for name, size, why in memory_parts(found.budget)])
         print()
-        span = f"{_speed(least)} to {_speed(most)}"
+        span = f"{tables.significant(least, 2)} to {tables.significant(most, 2)}"
         others = f", {span} with the misses of other published routes" if least < most else ""
         tables.print_paragraph(
-            f"{_speed(found.tokens_s)} tokens/s{others}; {token.limit} takes most of the {token.seconds * 1e3:,.0f} ms "
-            "of a token:"
+            f"{tables.significant(found.tokens_s, 2)} tokens/s{others}; {token.limit} takes most of the "
+            f"{token.seconds * 1e3:,.0f} ms of a token:"
         )
         tiers = [
             ("read in memory", token.memory_bytes, token.memory_s),
@@ -146,7 +146,7 @@ def _print(found: "Fit") -> None:
         gain = "no larger memory makes it 1.2 times as fast"
         if worth is not None:
             times = f", {worth.tokens_s / found.tokens_s:.1f} times as fast" if found.tokens_s else ""
-            gain = f"{worth.name} gains most per byte: {_speed(worth.tokens_s)} tokens/s{times}"
+            gain = f"{worth.name} gains most per byte: {tables.significant(worth.tokens_s, 2)} tokens/s{times}"
         tables.print_paragraph(f"  worth buying: {gain}")
     if found.forms:
         _print_speeds("the same model in other formats, same memory", found.forms)
@@ -154,11 +154,6 @@ def _print(found: "Fit") -> None:
         tables.print_paragraph(found.command)
         print()
     tables.print_lines([(what, value, origin) for what, value, origin in found.facts])
-
-
-def _speed(tokens_s: float) -> str:
-    """Two digits, or all before the point."""
-    return f"{tokens_s:,.0f}" if tokens_s >= 10 else f"{tokens_s:.2g}"
 
 
 def _print_speeds(title: str, rows: "tuple[MemorySpeed, ...]") -> None:
@@ -169,7 +164,7 @@ def _print_speeds(title: str, rows: "tuple[MemorySpeed, ...]") -> None:
             row.name,
             *([tables.count(row.model_bytes, "B")] if sized else []),
             tables.percent(row.share, ".0f"),
-            _speed(row.tokens_s) if row.tokens_s else "does not fit",
+            tables.significant(row.tokens_s, 2) if row.tokens_s else "does not fit",
         ]
         for row in rows
     ]

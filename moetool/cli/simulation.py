@@ -198,8 +198,8 @@ def _print(runs: Any) -> None:
             [
                 at["planner"],
                 *(at[name] for name in names),
-                *(_seconds(value) for value in (found.mean_s, *_percentiles(latencies_s))),
-                *(_seconds(value) for value in (found.mean_first_s, found.mean_wait_s)),
+                *(tables.significant(value, 3) for value in (found.mean_s, *_percentiles(latencies_s))),
+                *(tables.significant(value, 3) for value in (found.mean_first_s, found.mean_wait_s)),
                 tables.percent(found.local),
                 f"{found.tokens_per_s:,.1f}",
                 tables.percent(sum(found.utilisation_G) / len(found.utilisation_G)),
@@ -231,16 +231,14 @@ def _percentiles(latencies_s: list[float]) -> list[float]:
     return [percentile(latencies_s, p) for p in (50, 90, 99)]
 
 
-def _seconds(value: float) -> str:
-    return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
-
-
 def _print_one(found: "Simulated") -> None:
     """Print the details of a single run."""
     slowest = sorted(found.mean_by_server.items(), key=lambda one: -one[1])
     more = f" and {len(slowest) - 12} more" if len(slowest) > 12 else ""
     tables.print_paragraph(
-        "mean latency by server: " + ", ".join(f"{name} {_seconds(s)} s" for name, s in slowest[:12]) + more
+        "mean latency by server: "
+        + ", ".join(f"{name} {tables.significant(s, 3)} s" for name, s in slowest[:12])
+        + more
     )
     shares = [f"{one.until_s:,.0f} s: {tables.percent(one.local)}" for one in found.windows if one.local is not None]
     step = -(-len(shares) // 12)

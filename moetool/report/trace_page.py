@@ -12,6 +12,7 @@ from moetool.report.atlas import Atlas, atlas_section
 from moetool.report.figures import plots
 from moetool.report.html_page import Section, render_page
 from moetool.report.trace_measures import TraceMeasures
+from moetool.trace.dataset_card import span_of
 from moetool.tuning.advice import Advice
 from moetool.tuning.replay_table import replay_table
 
@@ -54,12 +55,8 @@ def caveat(made: TraceMeasures) -> str | None:
 
 def shape_of(spec: ModelSpec) -> str:
     """Describe a model's MoE layers."""
-    num_experts = _span(spec.num_experts_L)
-    return f"{spec.num_layers} MoE layers of {num_experts} experts, of which a token uses {_span(spec.top_k_L)}"
-
-
-def _span(numbers: tuple[int, ...]) -> str:
-    return str(numbers[0]) if len(set(numbers)) == 1 else f"{min(numbers)} to {max(numbers)}"
+    num_experts = span_of(spec.num_experts_L)
+    return f"{spec.num_layers} MoE layers of {num_experts} experts, of which a token uses {span_of(spec.top_k_L)}"
 
 
 def facts(made: TraceMeasures) -> list[tuple[str, str]]:

@@ -60,7 +60,7 @@ def card(spec: ModelSpec, contents: Mapping[str, Any], schema_version: str) -> s
     offsets = [0, *np.cumsum(spec.top_k_L).tolist()]
     even = len(set(spec.top_k_L)) == 1
     layout = (
-        f"Layer i of {spec.num_layers} (absolute layers {_span(spec.layer_ids_L)}) has the values "
+        f"Layer i of {spec.num_layers} (absolute layers {span_of(spec.layer_ids_L)}) has the values "
         f"{spec.top_k_L[0]} i to {spec.top_k_L[0]} (i + 1) - 1 of `experts` and `weights`."
         if even
         else f"Layer i has the values offsets[i] to offsets[i + 1] - 1 of `experts`, with the offsets {offsets}."
@@ -83,7 +83,7 @@ configs:
 # Expert routing of {model}
 
 {contents["tokens"]:,} forwarded tokens of {contents["requests"]:,} requests; {spec.num_layers} MoE layers of \
-{_span(spec.num_experts_L)} experts, top-{_span(spec.top_k_L)}; router scores by {spec.score_function}. Batches: \
+{span_of(spec.num_experts_L)} experts, top-{span_of(spec.top_k_L)}; router scores by {spec.score_function}. Batches: \
 {" ".join(str(value) for value in contents["composition"].values())}. Trace schema {schema_version} of moetool.
 
 `requests.parquet` has a row for each request: dataset, task, prompt_id, prompt_tokens, new_tokens, label, pair and
@@ -105,5 +105,6 @@ trace.to_pandas()             # a row for each token, layer and expert
 """
 
 
-def _span(numbers: tuple[int, ...]) -> str:
+def span_of(numbers: tuple[int, ...]) -> str:
+    """Return the number that all share, or the least to the greatest."""
     return str(numbers[0]) if len(set(numbers)) == 1 else f"{min(numbers)} to {max(numbers)}"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from moetool.base.tables import TextTable, count, numbered, percent, print_paragraph, print_table
+from moetool.base.tables import TextTable, count, numbered, percent, print_paragraph, print_table, significant
 
 _MOST_LAYERS = 12
 _AHEAD = (1, 3, 6)  # distances of the overview
@@ -72,9 +72,9 @@ def overview(rows: Sequence[Any]) -> TextTable:
                 *(" ".join(_whole(_at(mine[unseen], phase, d)) for d in _AHEAD) for unseen, phase in there),
                 *map(_whole, shares),
                 f"{100 * first.calibration_error:.1f}",
-                *(_percent(row.expert_bytes_share), _ms(row.step_ms)),
+                *(_percent(row.expert_bytes_share), significant(row.step_ms, 3)),
                 *([_percent(row.step_ms / row.decode_step_ms)] if profiled else []),
-                *(_ms(row.prompt_ms), "-" if fitted is None else f"{fitted:,.0f}"),
+                *(significant(row.prompt_ms, 3), "-" if fitted is None else f"{fitted:,.0f}"),
             ]
         )
     scopes = "; ".join(scope(group) for group in groups.values())
@@ -154,10 +154,6 @@ def _percent(value: float | None) -> str:
     if 0 < value < 0.00001:
         return "< 0.001 %"
     return percent(value, ",.0f" if value >= 1 else ".3g")
-
-
-def _ms(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _right(rows: Sequence[Any]) -> TextTable:
@@ -254,12 +250,16 @@ def _costs(rows: Sequence[Any]) -> TextTable:
         table.append(
             [
                 *(row.predictor, count(row.parameters), count(row.size_bytes, "B"), _percent(row.expert_bytes_share)),
-                *(_ms(row.step_ms), *step, _ms(row.prompt_ms), *request),
+                *(significant(row.step_ms, 3), *step, significant(row.prompt_ms, 3), *request),
                 *(*trained, _percent(row.training_share)),
             ]
         )
     steps = sorted({row.decode_step_ms for row in rows if row.decode_step_ms is not None})
-    note = f"a decode step takes {_ms(steps[0])} ms with every expert in memory, by the profile" if steps else ""
+    note = (
+        f"a decode step takes {significant(steps[0], 3)} ms with every expert in memory, by the profile"
+        if steps
+        else ""
+    )
     return TextTable(
         title=f"cost; pending requests have {rows[0].prompt_tokens:,.0f} tokens",
         columns=(

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from moetool.base.errors import MoetoolError, UsageError, unknown_name
+from moetool.base.tables import significant
 from moetool.bench.experiment_figure import ExperimentResult
 from moetool.simulation.simulation_results import interval
 
@@ -243,14 +244,10 @@ def _sizes(
         elif mean <= (half or 0.0 if name in wanted else 0.0) or not math.isfinite(mean):
             words.append(f"{name} none, printed {low + one:g}")
         elif mean < low:
-            words.append(f"{name} smaller, by {_times(low / mean)}")
+            words.append(f"{name} smaller, by {significant(low / mean, 2)}x")
         else:
-            words.append(f"{name} larger, by {_times(mean / high)}")
+            words.append(f"{name} larger, by {significant(mean / high, 2)}x")
     return ", ".join(words)
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
 
 
 def _unit(how: Mapping[str, Sequence[str]], unit: str) -> str:
