@@ -161,8 +161,7 @@ class Predictor(moetool.training.predictor.Predictor):
             best = search.by_trajectory() or search.by_embedding()
             return [] if best is None else [best[0]]
         score_C = search.trajectory_C() if search.num_observed else search.semantic_C()
-        rows: list[int] = np.argsort(-score_C, kind="stable")[: self.options.neighbours].tolist()
-        return rows
+        return np.argsort(-score_C, kind="stable")[: self.options.neighbours].tolist()
 
     def _mean(self, found: list[list[int]], layer: int) -> np.ndarray:
         """Return for each token the mean of a layer's rows in the found maps: float32 [T, E]."""

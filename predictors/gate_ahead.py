@@ -48,5 +48,4 @@ class Predictor(moetool.training.predictor.Predictor):
                 f"gate_ahead needs gates {distance} layers ahead, but {known} are known; capture with "
                 f"--keep topk,ahead --ahead {distance}, or lower the prefetch distance"
             )
-        scores_TE: Tensor = tokens.ahead_TPAE[:, last, distance - 1]
-        return scores_TE
+        return tokens.ahead_TPAE[:, last, distance - 1]

@@ -31,5 +31,4 @@ class Predictor(moetool.training.predictor.Predictor):
 
     def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
         assert tokens.resident_TPE is not None and layer == tokens.num_layers
-        scores_TE: Tensor = tokens.resident_TPE[:, layer - 1]
-        return scores_TE
+        return tokens.resident_TPE[:, layer - 1]

@@ -224,8 +224,7 @@ class CutPredictor:
 
     def scores(self, layer: int) -> np.ndarray:
         """See `Predictor.scores`."""
-        scored: np.ndarray = self._predictor.scores(layer)
-        return scored
+        return self._predictor.scores(layer)
 
 
 def _tokens_of(trace: Trace, one: ReplayedRequest) -> TokenBatch:

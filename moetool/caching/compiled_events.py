@@ -120,8 +120,7 @@ class CompiledEvents:
     @property
     def free(self) -> list[int]:
         """Return the free slots, the next one last."""
-        slots: list[int] = self._free_P[: self._fields[self._kernels.FREE]].tolist()
-        return slots
+        return self._free_P[: self._fields[self._kernels.FREE]].tolist()
 
     @property
     def unused(self) -> set[int]:
@@ -144,8 +143,7 @@ class CompiledEvents:
 
     def counts(self, phase: Phase) -> list[int]:
         """Return the counts of a phase, in the order of `Counts`."""
-        numbers: list[int] = self.counts_26[phase].tolist()
-        return numbers
+        return self.counts_26[phase].tolist()
 
     def begin_forward(self, info: ForwardInfo) -> None:
         """Begin a forward, after the policy has."""
@@ -170,8 +168,7 @@ class CompiledEvents:
             self._set_split(self._split)
         fields[k.TOKENS], fields[k.WIDTH], fields[k.STRIDE] = num, width, width
         fields[k.LAYER], fields[k.STOP] = event.layer, event.layer + 1
-        steps: int = k.run(self.table, self.memory, self._split_table)
-        return steps
+        return k.run(self.table, self.memory, self._split_table)
 
     def forward(self, experts_TS: np.ndarray) -> np.ndarray:
         """Run the events of all layers; return their steps, valid until the next call.
@@ -191,8 +188,7 @@ class CompiledEvents:
 
     def place(self, key: int, prefetched: bool) -> int:
         """Give an expert a free slot, outside of any event."""
-        slot: int = self._kernels.place(self.table, self.memory, key, prefetched)
-        return slot
+        return self._kernels.place(self.table, self.memory, key, prefetched)
 
     def give_up(self, key: int | None = None) -> None:
         """Evict an expert outside of any event; None: the policy's choice."""
@@ -280,5 +276,4 @@ class CompiledEvents:
 
 def address(array: np.ndarray) -> int:
     """Return the address of an array's first number."""
-    found: int = array.__array_interface__["data"][0]  # a fifth of the time of `ctypes`
-    return found
+    return array.__array_interface__["data"][0]  # a fifth of the time of `ctypes`

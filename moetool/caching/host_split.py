@@ -88,5 +88,4 @@ def two_pointers(host_s: Sequence[float], load_s: float, *, finish: bool) -> int
 def tokens_of(event: GateEvent, spec: ModelSpec) -> list[int]:
     """Return the number of an event's tokens for each expert of its layer."""
     chosen = np.asarray(event.experts_TK).reshape(-1)
-    counts: list[int] = np.bincount(chosen, minlength=spec.num_experts_L[event.layer]).tolist()
-    return counts
+    return np.bincount(chosen, minlength=spec.num_experts_L[event.layer]).tolist()

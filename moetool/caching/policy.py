@@ -332,8 +332,7 @@ def slots_within(spec: ModelSpec, budget_bytes: int) -> int:
 
 def policy_class(name: str) -> type[Policy]:
     """Return the `Policy` of a plugin. Raises: UsageError: there is no such policy."""
-    found: type[Policy] = plugins.load("policy", name).Policy
-    return found
+    return plugins.load("policy", name).Policy
 
 
 def parse_options(name: str, options: Mapping[str, Any]) -> Any:

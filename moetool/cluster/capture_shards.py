@@ -258,8 +258,7 @@ class _Shards:
         """Have a node finish a batch; returns why the batch failed. Raises: MoetoolError: the node is lost."""
         kind, text = self._workers.call(n, "forward", number, self._items(number), timeout_s=_BATCH_S)
         if kind:
-            failed: MoetoolError = getattr(errors, kind, MoetoolError)(text)
-            return failed
+            return getattr(errors, kind, MoetoolError)(text)
         if not self._stage.file(number).exists():
             self._fetch(n, number)
         with contextlib.suppress(MoetoolError):  # the batch is finished: a node that is lost by now fails the next one

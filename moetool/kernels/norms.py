@@ -71,8 +71,7 @@ def _is_llamas(forward: Callable[..., Any]) -> bool:
 def _normalized_by(norm: GpuNorm, module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     x, weight = hidden_states, module.weight
     if x.dtype != weight.dtype or x.shape[-1] != len(weight) or not x.is_contiguous():
-        normalized: torch.Tensor = type(module).forward(module, x)
-        return normalized
+        return type(module).forward(module, x)
     return norm(x, weight, module.variance_epsilon)
 
 
@@ -89,8 +88,7 @@ def _normalized(kernel: BinaryRowCall, module: Any, hidden_states: torch.Tensor)
     x, weight = hidden_states, module.weight
     usable = x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu" and x.shape[-1] == len(weight)
     if not usable or not x.is_contiguous():
-        normalized: torch.Tensor = type(module).forward(module, x)
-        return normalized
+        return type(module).forward(module, x)
     output, width = torch.empty_like(x), len(weight)
     count = x.numel() // width
     addresses = (x.data_ptr(), 2 * width, weight.data_ptr(), 0, output.data_ptr(), 2 * width)

@@ -16,8 +16,7 @@ Multiply = Callable[[torch.Tensor, int, SlotRows, torch.Tensor, torch.Tensor, to
 def find_multiply(device_type: str) -> Multiply:
     """Return a device's products: Triton's kernels on a GPU (`moetool.kernels.gpu.slots`), else torch's."""
     if device_type == "cuda" and (kernels := triton_kernels()) is not None:
-        made: Multiply = kernels.multiply
-        return made
+        return kernels.multiply
     return multiply
 
 

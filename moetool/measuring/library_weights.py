@@ -185,8 +185,7 @@ class Safetensors:
         """Read a stored tensor, in its own data type. Raises: MismatchError: transformers' files lack it."""
         if name not in self._files:
             raise MismatchError(f"{self._path} holds {name} in files that transformers does not read")
-        value: torch.Tensor = self._files[name].get_tensor(name)
-        return value
+        return self._files[name].get_tensor(name)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         weight = self._index.weights[name]

@@ -305,5 +305,4 @@ def _again(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: t
         output = module.forward(hidden, *args[1:], **kwargs)
     else:
         output = module.forward(**{**kwargs, "hidden_states": hidden})
-    result: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return result
+    return output[0] if isinstance(output, tuple) else output

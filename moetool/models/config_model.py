@@ -167,8 +167,7 @@ class ConfigModel:
                 and all(isinstance(item, kind) for item in value)
             )
 
-        values: list[Any] = self._typed((name,), is_valid, f"{self.num_hidden_layers} values of {kind.__name__}", [])
-        return values
+        return self._typed((name,), is_valid, f"{self.num_hidden_layers} values of {kind.__name__}", [])
 
     def _listed_layers(self, name: str) -> list[int]:
         """Layers that a field lists. Raises: MismatchError: one is no layer."""

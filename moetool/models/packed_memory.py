@@ -59,8 +59,7 @@ def weights_of(layer: MoeLayer, expert: int) -> tuple[Weight, ...]:
     """Parts of an expert of a model in memory, packed or not."""
     kept = getattr(layer.experts, _PACKED, None)
     if kept is not None:
-        mine: tuple[PackedWeight, ...] = kept[expert]
-        return mine
+        return kept[expert]
     return tuple(layer.experts.get_parameter(part.parameters[0])[expert] for part in layer.form.parts)
 
 

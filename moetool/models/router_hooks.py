@@ -102,5 +102,4 @@ def logits_ahead(
 def to_float16(values: torch.Tensor) -> np.ndarray:
     """Convert to a trace's form: float16, saturating."""
     limit = torch.finfo(torch.float16).max
-    half: np.ndarray = values.detach().float().clamp(-limit, limit).half().cpu().numpy()
-    return half
+    return values.detach().float().clamp(-limit, limit).half().cpu().numpy()

@@ -8,8 +8,7 @@ from typing import Any
 
 def attention_of(model: Any) -> str:
     """Name of a model's attention function."""
-    name: str = model.config.get_text_config()._attn_implementation
-    return name
+    return model.config.get_text_config()._attn_implementation
 
 
 def router_recorders(module: Any) -> list[Any]:
@@ -52,8 +51,7 @@ def conversion_mapping(model: Any) -> list[Any]:
     """Renamings and conversions from the tensors of a checkpoint to a model's parameters."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    mapping: list[Any] = get_model_conversion_mapping(model)
-    return mapping
+    return get_model_conversion_mapping(model)
 
 
 def has_conversions(model_type: str) -> bool:

@@ -108,8 +108,7 @@ def numbers(workload: "Workload") -> list[int]:
     """Return the requests of a trace, or the passes of counts, in their order."""
     if isinstance(workload, ExpertCounts):
         return list(workload.requests)
-    requests: list[int] = workload.requests["request"].to_pylist()
-    return requests
+    return workload.requests["request"].to_pylist()
 
 
 def read_demand(

@@ -135,8 +135,7 @@ class CopySearch:
 
     def _comm_s(self, flow_GH: np.ndarray, to_H: np.ndarray | slice) -> np.ndarray:
         if self._latency.linear:
-            taken_GH: np.ndarray = flow_GH * self._latency.link_slope_GG[:, to_H]
-            return taken_GH
+            return flow_GH * self._latency.link_slope_GG[:, to_H]
         return self._latency.link_s(flow_GH, self._latency.link_GG[:, to_H])
 
     def _sum(self) -> None:

@@ -40,8 +40,7 @@ class Layer:
 
     def flow(self, gpu_E: np.ndarray) -> np.ndarray:
         """Return tokens [G, G] from GPU j to GPU k; those that stay are on the diagonal."""
-        flow_GG: np.ndarray = self.tokens_GE @ (gpu_E[:, None] == np.arange(len(self.room_G))).astype(np.float64)
-        return flow_GG
+        return self.tokens_GE @ (gpu_E[:, None] == np.arange(len(self.room_G))).astype(np.float64)
 
     def cost(self, gpu_E: np.ndarray) -> float:
         """Return T_comp + T_comm."""
@@ -162,8 +161,7 @@ class Descent:
             comm = np.maximum(comm, self.send_G[j] + (tokens_X[there] - tokens_X[here]) * (slope_G[g] - slope_G[h]))
         if self.both:
             comm = np.maximum(comm, np.maximum(_others(self.recv_G, g, h), self._received(here, there).max(axis=0)))
-        bound: np.ndarray = comp + self.latency.ways * comm
-        return bound
+        return comp + self.latency.ways * comm
 
     def _received(self, here: np.ndarray, there: np.ndarray) -> np.ndarray:
         """Return the receive time [2, C] of the two GPUs of each swap after it, for linear curves."""

@@ -78,8 +78,7 @@ def select(chance_E: np.ndarray, mass: float, at_least: int) -> list[int]:
     order_E = np.argsort(-chance_E, kind="stable")
     held_E = np.cumsum(chance_E[order_E], dtype=np.float64)
     needed = int(np.searchsorted(held_E, mass - 1e-6)) + 1  # the sum of float32 shares may fall short of 1
-    chosen: list[int] = order_E[: max(needed, at_least)].tolist()
-    return chosen
+    return order_E[: max(needed, at_least)].tolist()
 
 
 class MapStore:
@@ -284,8 +283,7 @@ class MapSearch:
     def trajectory_C(self) -> np.ndarray:
         """Return score^traj, the cosine of the observed layers with the same layers of each stored map (Eq. 5)."""
         squares_C = self._store.squares_LC[self.num_observed - 1, : self._size] * self._square
-        score_C: np.ndarray = self._dots_C / np.sqrt(np.maximum(squares_C, np.float32(1e-30)))
-        return score_C
+        return self._dots_C / np.sqrt(np.maximum(squares_C, np.float32(1e-30)))
 
     def by_embedding(self) -> tuple[int, float] | None:
         """Return the stored iteration with the most similar embedding and its score; None for an empty store."""

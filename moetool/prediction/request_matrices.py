@@ -63,8 +63,7 @@ class ActivationMatrices:
     def used(self, match: int, layers: slice) -> np.ndarray:
         """Return used_LE: shares of an earlier request's choices by expert of these layers; rows sum to 1 or 0."""
         used_LE = self.past_HLE[match, layers]
-        shares: np.ndarray = used_LE / np.maximum(used_LE.sum(axis=1, keepdims=True), 1e-9)
-        return shares
+        return used_LE / np.maximum(used_LE.sum(axis=1, keepdims=True), 1e-9)
 
     def chances(self, request_T: Sequence[int], layers: slice) -> np.ndarray:
         """Return chance_LE float64: expert shares of the requests' matches, weighted by tokens, not normalized.
@@ -119,5 +118,4 @@ class ActivationMatrices:
 def unit_rows(counts: np.ndarray) -> np.ndarray:
     """Normalize rows to length one; rows without counts stay zero."""
     norms = np.sqrt(np.square(counts).sum(axis=-1, keepdims=True))
-    unit: np.ndarray = counts / np.maximum(norms, 1.0)
-    return unit
+    return counts / np.maximum(norms, 1.0)

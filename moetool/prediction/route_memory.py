@@ -197,5 +197,4 @@ class Neighbours:
 
 def roots(weights: np.ndarray) -> np.ndarray:
     """Return the root of each expert's weight, float32."""
-    counts: np.ndarray = np.sqrt(np.abs(weights).astype(np.float32))
-    return counts
+    return np.sqrt(np.abs(weights).astype(np.float32))

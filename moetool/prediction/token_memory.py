@@ -178,15 +178,13 @@ class TokenMemory:
 
     def least_valued(self, value_A: np.ndarray, near_L: np.ndarray, resident_A: np.ndarray, key_M: np.ndarray) -> int:
         """Put the residents of lowest value times nearness into `key_M`, the lowest last; return their number."""
-        found: int = self._kernels.least_valued(value_A, near_L, self._stride, resident_A, key_M)
-        return found
+        return self._kernels.least_valued(value_A, near_L, self._stride, resident_A, key_M)
 
     def expect(self, batch: WindowBatch, layer: int, limit: np.float32, resident_A: np.ndarray) -> list[int]:
         """Set `unused_E`; return the layer's missing experts below `limit` in it, the most likely first."""
         columns, base = (self.columns[layer], self.columns[layer + 1]), layer * self._stride
         found: int = self._kernels.expect(self.table, batch.row_R3, columns, base, limit, resident_A)
-        keys: list[int] = self.key_E[:found].tolist()
-        return keys
+        return self.key_E[:found].tolist()
 
     def store(self, window: RequestWindow, path_P: np.ndarray) -> None:
         """Store the request's next complete token."""

@@ -80,8 +80,7 @@ def read_reuse(trace: Trace, requests: frozenset[int], *, sequential: bool) -> R
 
 def reused(distance_U: np.ndarray) -> np.ndarray:
     """Return the distances of reuses, ascending."""
-    again: np.ndarray = np.sort(distance_U[distance_U >= 0])
-    return again
+    return np.sort(distance_U[distance_U >= 0])
 
 
 def stack_distances(key_U: np.ndarray, start_V: np.ndarray | Sequence[int]) -> np.ndarray:

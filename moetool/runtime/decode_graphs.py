@@ -146,8 +146,7 @@ class DecodeGraphs:
         """
         program = self._program(kwargs, room)
         if program is None:
-            logits: torch.Tensor = self._model(**self._locate(kwargs, room)).logits
-            return logits
+            return self._model(**self._locate(kwargs, room)).logits
         self._runtime.deferred_events, self._runtime.recorded = list(program.events), program.recorded
         try:
             return program.replay()

@@ -69,8 +69,7 @@ class AccessRecord:
 
 def record_of(scope: Scope) -> AccessRecord:
     """Return the record of a route's request."""
-    record: AccessRecord = scope["moetool.record"]
-    return record
+    return scope["moetool.record"]
 
 
 class Access:

@@ -86,8 +86,7 @@ class Vocabulary:
 
     def _decode(self, tokens: list[int]) -> str:
         # "Clean-up" would take back spaces that are already with the client.
-        text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-        return text
+        return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
 
 def _byte_level_alphabet() -> dict[str, int]:

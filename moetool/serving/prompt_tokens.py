@@ -147,8 +147,7 @@ def chat_text(
 def encoded(engine: EngineLike, text: str, param: str, *, special: bool = True) -> list[int]:
     """Return the tokens of a text. Raises: Refusal where it is far too long."""
     _require_short(engine, text, param)
-    tokens: list[int] = engine.tokenizer.encode(text, add_special_tokens=special, verbose=False)
-    return tokens
+    return engine.tokenizer.encode(text, add_special_tokens=special, verbose=False)
 
 
 def _require_known(engine: EngineLike, tokens: Sequence[int], param: str) -> None:

@@ -350,8 +350,7 @@ def _prediction(world: SimulationInputs, predictor: Predictor | None) -> Callabl
 
     def expected(route: Route) -> np.ndarray:
         guess_LE = predict(_batch(world.spec, [route.prompt_TS])).tokens_GLE[0]
-        scaled: np.ndarray = guess_LE * (1 + route.new_tokens / route.prompt_tokens)
-        return scaled
+        return guess_LE * (1 + route.new_tokens / route.prompt_tokens)
 
     return expected
 

@@ -226,5 +226,4 @@ def divergence(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _bits(share: np.ndarray) -> np.ndarray:
-    found: np.ndarray = -(share * np.log2(np.where(share > 0, share, 1.0))).sum(axis=-1)
-    return found
+    return -(share * np.log2(np.where(share > 0, share, 1.0))).sum(axis=-1)

@@ -116,8 +116,7 @@ def split(
 
 def request_numbers(trace: Trace) -> list[int]:
     """Return the requests of a trace, in their order."""
-    requests: list[int] = trace.requests["request"].to_pylist()
-    return requests
+    return trace.requests["request"].to_pylist()
 
 
 def _by_name(trace: Trace, by: str, shares: Sequence[float]) -> dict[int, str]:

@@ -147,8 +147,7 @@ def _chances(event: GateEvent, spec: ModelSpec) -> np.ndarray:
         chance_TE = distribution(event.scores_TE)
     else:
         chance_TE = top_mass(np.asarray(event.experts_TK), event.weights_TK, spec.num_experts_L[event.layer])
-    chance_E: np.ndarray = chance_TE[0]
-    return chance_E
+    return chance_TE[0]
 
 
 class _Pairs:

@@ -199,8 +199,7 @@ class Predictor(nn.Module):
             raise UsageError("the prompt of a pending request has no tokens, expected at least one")
         share_SLE = self.probabilities(self.predict_prompt(token_id_S)[0].double())
         load_LE = (self.top_k * share_SLE / share_SLE.sum(dim=2, keepdim=True).clamp(min=1e-9)).sum(dim=0)
-        made: np.ndarray = (load_LE * (1 + new_tokens / len(token_id_S))).numpy()
-        return made
+        return (load_LE * (1 + new_tokens / len(token_id_S))).numpy()
 
     @torch.inference_mode()
     def continue_path(self, experts_TK: np.ndarray) -> Iterator[np.ndarray]:
@@ -322,8 +321,7 @@ def save(predictor: Predictor, folder: Path, facts: Mapping[str, Any]) -> dict[s
     }
     text = json.dumps(card, indent=1) + "\n"
     durable.write_text(folder / CARD, text)
-    written: dict[str, Any] = json.loads(text)
-    return written
+    return json.loads(text)
 
 
 def load_predictor(path: str | Path, options: Mapping[str, Mapping[str, Any]] | None = None) -> Predictor:

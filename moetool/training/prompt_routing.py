@@ -97,8 +97,7 @@ class BlockTransformer(nn.Module):
         seen_RHSd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_RSW = x_RSW + self._drop(self.mix(seen_RHSd.transpose(1, 2).reshape(R, S, W)))
         x_RSW = x_RSW + self._drop(self.down(F.gelu(self.up(self.inner_norm(x_RSW)))))
-        logits_RSF: Tensor = self.output(self.output_norm(x_RSW))
-        return logits_RSF
+        return self.output(self.output_norm(x_RSW))
 
     def _drop(self, x_RSW: Tensor) -> Tensor:
         return F.dropout(x_RSW, self.dropout, self.training)

@@ -40,14 +40,12 @@ class HalvedCounts:
     @property
     def chosen_LE(self) -> np.ndarray:
         """Return the tokens of the choosing requests, all tasks together."""
-        found: np.ndarray = self.tokens_QHLE[:, 0].sum(axis=0)
-        return found
+        return self.tokens_QHLE[:, 0].sum(axis=0)
 
     @property
     def scored_LE(self) -> np.ndarray:
         """Return the tokens of the scoring requests; the same ones for a single request."""
-        found: np.ndarray = self.tokens_QHLE[:, int(self.halves)].sum(axis=0)
-        return found
+        return self.tokens_QHLE[:, int(self.halves)].sum(axis=0)
 
 
 def halve(workload: "Trace | ExpertCounts") -> tuple[HalvedCounts, frozenset[int], frozenset[int]]:
@@ -101,8 +99,7 @@ def covered(spec: ModelSpec, by_LE: np.ndarray, on_LE: np.ndarray, shares: tuple
         order = np.argsort(-by_LE[layer, :num_experts], kind="stable")
         taken = np.concatenate([[0.0], np.cumsum(on_LE[layer][order])])
         found.append(taken[[round(share * num_experts) for share in shares]] / max(taken[-1], 1.0))
-    means: list[float] = np.mean(found, axis=0).tolist()
-    return means
+    return np.mean(found, axis=0).tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

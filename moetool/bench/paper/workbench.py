@@ -170,8 +170,7 @@ class Workbench:
     def predictor(self, name: str, trace: Trace, **how: Any) -> Predictor:
         """Return a predictor; arguments as in `trained`."""
         folder = self.trained(name, trace, **how)
-        made: Predictor = self.once(f"loaded {folder}", lambda: load_predictor(folder))
-        return made
+        return self.once(f"loaded {folder}", lambda: load_predictor(folder))
 
     def history(self, trace: Trace, batch: int = 1) -> tuple[Trace, frozenset[int]]:
         """Return the first requests of a trace as a trace, and the numbers of the rest, which are measured.
@@ -217,8 +216,7 @@ class Workbench:
 
         def read() -> dict[str, float]:
             kept = self._kept(name, made_of, "measured.json", write) / "measured.json"
-            numbers: dict[str, float] = json.loads(kept.read_text(encoding="utf-8"))
-            return numbers
+            return json.loads(kept.read_text(encoding="utf-8"))
 
         found: dict[str, float] = self.once(f"measured {name} {made_of!r}", read)
         return found

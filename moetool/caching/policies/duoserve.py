@@ -112,5 +112,4 @@ def likeliest(scores_TE: np.ndarray, top_k: int) -> list[int]:
     top_TK = np.argsort(-scores_TE, axis=1, kind="stable")[:, :top_k]
     total_E = scores_TE.sum(axis=0, dtype=np.float64)
     union = np.unique(top_TK)
-    chosen: list[int] = union[np.argsort(-total_E[union], kind="stable")].tolist()
-    return chosen
+    return union[np.argsort(-total_E[union], kind="stable")].tolist()

@@ -304,8 +304,7 @@ class Policy(policy.Policy):
         uses = self._uses_X[index] + 1.0
         if self.options.eviction == "lfu":
             return uses
-        worth: np.ndarray = np.maximum(self.chance_LE.reshape(-1)[index], self.options.floor) * uses
-        return worth
+        return np.maximum(self.chance_LE.reshape(-1)[index], self.options.floor) * uses
 
     def _least(self, kept: Collection[int]) -> int | None:
         """Return the resident outside `kept` with the lowest value; ties go to the least recently used."""

@@ -286,5 +286,4 @@ def _nearness(spec: ModelSpec) -> np.ndarray:
     """NEARNESS ** (share of a forward until a layer runs next, after each layer): float32 [L, L]."""
     layer_L = np.arange(spec.num_layers)
     ahead_LL = (layer_L - layer_L[:, None] - 1) % spec.num_layers + 1
-    near_LL: np.ndarray = (NEARNESS ** (ahead_LL / spec.num_layers)).astype(np.float32)
-    return near_LL
+    return (NEARNESS ** (ahead_LL / spec.num_layers)).astype(np.float32)

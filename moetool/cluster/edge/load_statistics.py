@@ -136,8 +136,7 @@ class Statistics:
     @property
     def tokens_NLE(self) -> np.ndarray:
         """(token, expert) pairs of each server's own users, decayed."""
-        tokens_NLE: np.ndarray = self._tokens_FNLE.sum(axis=0)
-        return tokens_NLE
+        return self._tokens_FNLE.sum(axis=0)
 
     @property
     def tokens_s(self) -> float:

@@ -89,8 +89,7 @@ def pairs(scale_OG: torch.Tensor, zero_OG: torch.Tensor | None) -> torch.Tensor:
 def product(x: torch.Tensor, words: torch.Tensor, pairs_GO2: torch.Tensor) -> torch.Tensor:
     """x [T, I] in bfloat16 times the transpose of a weight whose words [O, I / 8] are in the kernel's order."""
     packed, group = words.view(torch.uint8), x.shape[1] // len(pairs_GO2)
-    made: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed, group, pairs_GO2)
-    return made
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed, group, pairs_GO2)
 
 
 def paired_bytes(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

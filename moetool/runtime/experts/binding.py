@@ -52,8 +52,7 @@ def _interface(
 ) -> torch.Tensor:
     """The experts implementation that transformers calls by its name in the config; the instance has the computer."""
     computer, layer = module.moetool_binding
-    output: torch.Tensor = computer.forward(layer, hidden_states, top_k_index, top_k_weights)
-    return output
+    return computer.forward(layer, hidden_states, top_k_index, top_k_weights)
 
 
 def _experts(

@@ -314,8 +314,7 @@ class OwnCaches:
         first, request.cache = request.cache is None, made[self._cache_argument]
         if first:
             name_linear_layers(request.cache)
-        logits_1V: torch.Tensor = made.logits[:, -1]
-        return logits_1V
+        return made.logits[:, -1]
 
     def _sample(self, request: _Request, logits_1V: torch.Tensor) -> Output:
         """Choose the next token of a request and report it, or its failure."""

@@ -170,5 +170,4 @@ def _prompts(path: Path, pack: Mapping[str, Any], batch: int) -> list[int] | Non
         raise MismatchError(
             f"{path} has {name} {str(pack[name])[:40]}, expected a number for each of {batch} sequences"
         )
-    lengths: list[int] = found.tolist()
-    return lengths
+    return found.tolist()

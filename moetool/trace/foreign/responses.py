@@ -106,8 +106,7 @@ def npy(where: str, raw: bytes) -> np.ndarray:
             f"{where} has routed_experts of {dtype} {shape} in {left:,} bytes, expected whole numbers (tokens, layers, "
             f"top_k); it is cut off or no routed experts"
         )
-    experts_THK: np.ndarray = np.frombuffer(raw, dtype, offset=stream.tell()).reshape(shape).astype(np.int64)
-    return experts_THK
+    return np.frombuffer(raw, dtype, offset=stream.tell()).reshape(shape).astype(np.int64)
 
 
 def nested(where: str, rows: list[Any]) -> np.ndarray:

@@ -70,8 +70,7 @@ def array(where: object, holder: dict[str, Any], key: str, dimensions: int) -> n
         raise MismatchError(
             f"{where} has {key} of {value.dtype} {list(value.shape)}, expected whole numbers in {dimensions} dimensions"
         )
-    found: np.ndarray = value.to(torch.int64).numpy()
-    return found
+    return value.to(torch.int64).numpy()
 
 
 def save(pack: dict[str, Any], out: Path | IO[bytes]) -> None:

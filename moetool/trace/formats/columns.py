@@ -78,8 +78,7 @@ class _Rows:
 
     def _numbers(self, field: str, column: Mapping[str, object]) -> np.ndarray:
         found = column_table.whole_numbers(self.path, self.mapped.names[field], column[field])
-        repeated: np.ndarray = np.repeat(found, self.sizes)
-        return repeated
+        return np.repeat(found, self.sizes)
 
     def _labels(self, field: str, column: Mapping[str, object], default: str) -> tuple[np.ndarray, list[str]]:
         if field not in column:

@@ -167,8 +167,7 @@ def _lists(path: Path, table: pa.Table, name: str, i: int, num_layers: int) -> n
         raise MismatchError(f"{path} has {name} of different lengths in one layer, expected one length")
     if not lengths[0]:
         return None
-    found: np.ndarray = flat.to_numpy(zero_copy_only=False).reshape(len(column), int(lengths[0]))
-    return found
+    return flat.to_numpy(zero_copy_only=False).reshape(len(column), int(lengths[0]))
 
 
 def _full(found: list[np.ndarray | None], num_experts: int | None) -> bool:
@@ -192,8 +191,7 @@ def _weights(
                     f"{path} uses experts {experts_TK.min()} to {experts_TK.max()}, expected 0 to {each.shape[1] - 1}"
                 )
         if len(parts) == len(top_k_L):
-            weights: np.ndarray = np.concatenate(parts, axis=1).astype(np.float16)
-            return weights
+            return np.concatenate(parts, axis=1).astype(np.float16)
     return None
 
 

@@ -66,8 +66,7 @@ class Layerwise:
         """Return the output of one layer, whose experts must be in memory (`experts`)."""
         args, kwargs = self._calls[number]
         output = self.layers[number](hidden_1SD, *args, **kwargs)
-        made: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return made
+        return output[0] if isinstance(output, tuple) else output
 
     @torch.no_grad()
     def logits(self, hidden_1SD: torch.Tensor) -> torch.Tensor:

@@ -122,8 +122,7 @@ def make_replica(
         (staged / "README.md").write_text(_readme(card, checkpoint.path), encoding="utf-8")
         durable.write_text(staged / CARD, text)
     shutil.rmtree(maker.folder, ignore_errors=True)
-    written: dict[str, Any] = json.loads(text)
-    return written
+    return json.loads(text)
 
 
 def choose(

@@ -310,5 +310,4 @@ def _round_rows(
 
 
 def _output(output: Any) -> torch.Tensor:
-    made: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return made
+    return output[0] if isinstance(output, tuple) else output

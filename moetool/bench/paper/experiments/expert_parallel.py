@@ -333,8 +333,7 @@ def _predictor(bench: Workbench, options: Options, name: str, setting: _Setting)
         make_replica(checkpoint, folder, calibration, ReplicaOptions(grid=6))
         return load_predictor(folder)
 
-    predictor: Predictor = bench.once(f"replica without {options.data}", make)
-    return predictor
+    return bench.once(f"replica without {options.data}", make)
 
 
 def _cluster(trace: Trace, machine: NamedMachine, model: NamedModel, options: Options, case: _Case) -> Cluster:

@@ -72,11 +72,10 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
 
 
 def _report(bench: Workbench, trace: Trace, capacity: int, seed: int) -> MapReport:
-    made: MapReport = bench.once(
+    return bench.once(
         f"maps {trace.path} {capacity} {seed}",
         lambda: plan_maps(trace.path, bench.folder("maps"), options={"capacity": capacity}, seed=seed),
     )
-    return made
 
 
 def _values(kind: str, likeness: SimilarityCorrelation, measure: str) -> dict[str, float]:

@@ -236,8 +236,7 @@ def measure(
     }
 
     def replayed(requests: frozenset[int]) -> ReplayRow:
-        row: ReplayRow = bench.replayed(trace, line.policy, budget, requests, **more)
-        return row
+        return bench.replayed(trace, line.policy, budget, requests, **more)
 
     row = replayed(before | later)
     assert row.timing is not None, "replayed with a profile"

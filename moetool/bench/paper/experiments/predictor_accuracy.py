@@ -89,8 +89,7 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
 def _evaluated(bench: Workbench, learned: Trace, trace: Trace, line: PredictorLine, seed: int) -> Evaluation:
     """Evaluate a trained predictor; the same predictor returns the same object."""
     folder = bench.trained(line.predictor, learned, seed=seed, options=line.options, **line.fit)
-    found: Evaluation = bench.once(f"evaluated {folder} {trace.path}", lambda: evaluate([folder], trace.path)[0])
-    return found
+    return bench.once(f"evaluated {folder} {trace.path}", lambda: evaluate([folder], trace.path)[0])
 
 
 def _token_ms(bench: Workbench) -> float:
@@ -111,8 +110,7 @@ def _token_ms(bench: Workbench) -> float:
 
     if bench.given:
         raise CannotTestError("a new token is timed on the model, but only traces were given")
-    found: float = bench.once("token_ms", measure)
-    return found
+    return bench.once("token_ms", measure)
 
 
 def _value(found: Evaluation, options: Options) -> float:

@@ -75,5 +75,4 @@ def _batches(trace: Trace, size: int) -> list[np.ndarray]:
 def _shares(spec: ModelSpec, batches: list[np.ndarray]) -> np.ndarray:
     """Each expert's share [B, L, E] of its layer's calls."""
     counts_BLE = np.stack([count_experts(spec, rows_TS) for rows_TS in batches]).astype(np.float64)
-    shares_BLE: np.ndarray = counts_BLE / counts_BLE.sum(axis=2, keepdims=True)
-    return shares_BLE
+    return counts_BLE / counts_BLE.sum(axis=2, keepdims=True)

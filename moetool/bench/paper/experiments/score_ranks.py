@@ -72,5 +72,4 @@ def by_rank(trace: Trace, options: Options) -> np.ndarray:
             found.append(np.take_along_axis(again_TLE, order_TLE[:last], -1))
     if not found:
         raise CannotTestError(f"{trace.path} has no request with more than {options.within} new tokens")
-    mean_E: np.ndarray = np.concatenate(found).mean((0, 1), dtype=np.float64)
-    return mean_E
+    return np.concatenate(found).mean((0, 1), dtype=np.float64)
