@@ -80,6 +80,12 @@ def test_more_memory_and_a_faster_disk_help(qwen: Checkpoint) -> None:
     assert all(row.model_bytes < found.model_bytes for row in found.forms)
 
 
+def test_a_long_wait_for_the_first_word_counts_in_the_verdict(qwen: Checkpoint) -> None:
+    found = fit(qwen, replace(LAPTOP, machine="h100"))
+    assert "fast enough for any chat" in found.verdict
+    assert "too slow for a conversation" in replace(found, prompt_s=300.0).verdict
+
+
 def test_too_little_memory_names_what_is_missing(qwen: Checkpoint) -> None:
     found = fit(qwen, replace(LAPTOP, host_bytes=SERVER_BYTES + 2 * GB))
     assert (found.budget, found.tokens_s) == (None, 0.0)
