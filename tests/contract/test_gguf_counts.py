@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from moetool.base.errors import MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
@@ -131,3 +132,14 @@ def test_a_tensor_that_the_model_of_the_header_lacks_is_refused(tmp_path: Path) 
     with pytest.raises(MismatchError, match=r"shared_experts.*, which the model of its header lacks") as caught:
         _ = Checkpoint.open(_changed("ernie4_5-moe", tmp_path, expert_shared_count=0)).spec
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_library_that_a_model_needs_is_not_called_a_wrong_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def needs(*_: Any, **__: Any) -> None:
+        raise ImportError("Qwen3Moe requires the kernels library but it was not found")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", needs)
+    with pytest.raises(UsageError, match=r"requires the kernels library.*; install what is missing"):
+        build_empty(families.config("qwen3_moe"), tmp_path / "config.json", torch.float32)

@@ -54,9 +54,10 @@ def build_empty(whole: Any, file: Path, dtype: torch.dtype) -> Any:
         with torch.device("meta"):
             model = kind.from_config(copy.deepcopy(config), dtype=dtype).eval()
     except Exception as error:  # a missing value fails where the model first needs it
+        remedy = "install what is missing" if isinstance(error, ImportError) else "a value there is missing or wrong"
         raise UsageError(
             f"transformers cannot build a {text.model_type} model from {file}: "
-            f"{shortened(first_line(error), 200)}; a value there is missing or wrong"
+            f"{shortened(first_line(error), 200)}; {remedy}"
         ) from error
     if not alone:
         _cut_out_other_parts(model)
