@@ -59,8 +59,8 @@ def staged_file(path: Path) -> Iterator[Path]:
 
 
 def _name(error: BaseException, path: Path) -> None:
-    """Name the output in the error of a write, which knows only a descriptor."""
-    if isinstance(error, OSError) and error.filename is None:
+    """Name the output in the error of a full disk, which knows only a descriptor."""
+    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         error.filename = str(path)
 
 

@@ -78,13 +78,23 @@ def foreign_place(error: BaseException) -> str | None:
     """
     if isinstance(error, SyntaxError) and error.filename in _foreign_files:
         return f"{error.filename}:{error.lineno}"
-    walked = traceback.walk_tb(error.__traceback__)
-    places = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
+    places = _places(error)
     own = [f"{file}:{line} in {name}" for file, line, name in places if file in _foreign_files]
     if own:
         return own[-1]
     in_pool = any("/caching/" in file for file, *_ in places)
     return f"an answer of {', '.join(sorted(_foreign_files))}" if _foreign_files and in_pool else None
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's text; if it passed through a foreign plugin, also its type and the plugin's line."""
+    own = [f"{Path(file).name}:{line} in {name}" for file, line, name in _places(error) if file in _foreign_files]
+    return f"{type(error).__name__}: {error} (from {own[-1]})" if own else str(error)
+
+
+def _places(error: BaseException) -> list[tuple[str, int, str]]:
+    walked = traceback.walk_tb(error.__traceback__)
+    return [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
 
 
 def allow(kind: str, names: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from moetool.base.errors import CapacityError, UsageError
+from moetool.base.tables import numbered
 
 _NAME = "moetool:"
 _HEAD = "node:__internal_head__"
@@ -46,8 +47,8 @@ def choose(name: str, before: str | None, taken: Collection[str | None], nodes: 
     )
     if not free:
         raise CapacityError(
-            f"none of {len(there)} joined machines is for server {name}; join one with: ray start --address=HEAD "
-            f"--resources '{{\"{_NAME}{name}\": 1}}'"
+            f"{numbered(len(there), 'machine')} joined, none for server {name}; join one with: ray start "
+            f"--address=HEAD --resources '{{\"{_NAME}{name}\": 1}}'"
         )
     return str(free[0][1])
 

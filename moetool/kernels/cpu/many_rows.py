@@ -1,7 +1,7 @@
 """Products of many bfloat16 rows by small weights on a CPU that has no bfloat16 products.
 
 There torch adds bfloat16 numbers without the vector units. In float32, a block of the weight at a time, the same
-product takes 0.5 (9 rows) to 0.1 (256 rows) of the time on an AMD EPYC with AVX2 (`tests/bench/test_many_rows.py`).
+product takes 0.7 (16 rows) to 0.14 (256 rows) of the time on an AMD EPYC with AVX2 (`tests/bench/test_many_rows.py`).
 Large weights have a kernel of their own (`moetool.kernels.cpu.tiles`).
 """
 

@@ -225,7 +225,7 @@ def _row_shape(kind: RowKind, num_outputs: int, num_inputs: int) -> RowShape:
 
 
 class RowLinear(torch.nn.Linear):
-    """A linear layer computed by the kernels for up to `max_rows` rows, and by torch beyond.
+    """A linear layer computed by the kernels for up to `max_rows` rows, and by `many_rows.linear` beyond.
 
     `adopt` turns a `torch.nn.Linear` into one in place.
     """
@@ -253,7 +253,8 @@ class RowParameter(torch.nn.Parameter):
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     num_outputs, num_inputs = weight.shape
     rows = input.numel() // num_inputs
-    if not 0 < rows <= max_rows(weight, input.dtype):
+    few = 0 < rows <= max_bfloat16_rows() and takes(weight)
+    if not few and not 0 < rows <= max_rows(weight, input.dtype):
         return many_rows.linear(input, weight, bias)
     job = RowsOf(weight, range(rows), range(rows))
     output = scattered_products(input.reshape(rows, num_inputs), [job], rows)
@@ -270,7 +271,7 @@ def chosen_kernels() -> dict[str, Any]:
         instructions (torch's name of them), few_rows (prefetch distance in bytes of each compiled kernel, by number
         format) and more_rows (products of longer inputs in bfloat16).
     """
-    more = "torch"
+    more = "float32 blocks" if many_rows.lacks_bfloat16_products() else "torch"
     if cpu_has_tiles():
         more = "AMX tiles"
     elif has_features(*FEATURES):
@@ -285,18 +286,18 @@ def chosen_kernels() -> dict[str, Any]:
 
 def _is_faster(weight: torch.Tensor) -> bool:
     """Whether products with a weight [O, I] are faster here than torch's, at least those of many rows."""
-    small = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    return takes(weight) or (small and many_rows.lacks_bfloat16_products())
+    slow = many_rows.lacks_bfloat16_products() and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return slow or takes(weight)
 
 
 def adopt(model: torch.nn.Module, routers: Iterable[torch.nn.Module] = ()) -> int:
-    """Let the kernel compute a model's linear layers that it supports; returns their number.
+    """Let this package compute a model's linear layers where it is faster than torch; returns their number.
 
     Args:
         routers: modules that multiply by their own weights.
 
     Effects: changes the class of those layers to `RowLinear` and of those weights to `RowParameter`, and moves their
-        weights into huge pages; compiles the kernel if there is one such layer.
+        weights into huge pages; compiles the kernel of more rows if there is one such layer.
     """
     linears = [m for m in model.modules() if type(m) is torch.nn.Linear and _is_faster(m.weight)]
     for module in linears:

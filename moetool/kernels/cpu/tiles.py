@@ -210,14 +210,14 @@ def _compile(kind: RowKind) -> PoolCall:
     size = 4 if widens else 2
     block_of = _block_of if cpu_has_tiles() else _widened_block_of if widens else _paired_block_of
     widen = _widening()
-    multiply_1, multiply_2, (turn, put) = block_of(1), block_of(2), _putting()
+    most_tiles = 2 if has_features("avx512f") else 1  # of x whose sums fit in registers
+    multiply_1, multiply_most, (turn, put) = block_of(1), block_of(most_tiles), _putting()
     configure, release = _configuring()
     outputs_at, row_bytes_at, x_at, output_at = (_PLACES[name] for name in ("outputs", "row_bytes", "x", "output"))
     weights_at, inputs_at, room_at = _PLACES["weights"], _PLACES["inputs"], _PLACES["room"]
     room_bytes_at, tiles_at = _PLACES["room_bytes"], _PLACES["tiles"]
     scale_rows_at, scale_bytes_at = _PLACES["scale_rows"], _PLACES["scale_bytes"]
     groups_at, vectors_at = _PLACES["groups"], _PLACES["vectors"]
-    most_tiles = 2 if has_features("avx512f") else 1  # of x whose sums fit in registers
     packed = kind is not BFLOAT16
     unpack: Any = unpacking_of(kind, at_once=cpu_has_pairs() and not widens, wide=widens) if packed else None
     run_bytes = kind.row_bytes(run_length(kind))
@@ -259,8 +259,8 @@ def _compile(kind: RowKind) -> PoolCall:
             while tile < last:  # the block stays in the CPU cache
                 together = min(most_tiles, last - tile)
                 x = job[x_at] + tile * tile_row
-                if together == 2:
-                    multiply_2(block, width, x, tile_row, steps, sums)
+                if together == most_tiles:
+                    multiply_most(block, width, x, tile_row, steps, sums)
                 else:
                     multiply_1(block, width, x, tile_row, steps, sums)
                 for each in range(2 * together):

@@ -471,9 +471,7 @@ class Batcher:
 
     def _fail(self, request: _Request, error: Exception) -> Output:
         self._end(request)
-        place = None if isinstance(error, MoetoolError) else plugins.foreign_place(error)
-        said = str(error) if place is None else f"{type(error).__name__}: {error} (from {place})"
-        return Output(request.number, None, finish="error", error=said)
+        return Output(request.number, None, finish="error", error=plugins.describe(error))
 
     def _end(self, request: _Request, *, keep: bool = True) -> None:
         """Forget a request; `keep` as in `PageLedger.release`."""

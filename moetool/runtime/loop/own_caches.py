@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from moetool.base import plugins
 from moetool.base.families import own_cache, resumes_cache
 from moetool.base.types import Phase
 from moetool.models.cache_argument import cache_argument
@@ -336,7 +337,7 @@ class OwnCaches:
 
     def _fail(self, request: _Request, error: Exception) -> Output:
         self._end(request.number)
-        return Output(request.number, None, finish="error", error=str(error))
+        return Output(request.number, None, finish="error", error=plugins.describe(error))
 
     def _end(self, number: int) -> None:
         request = self._requests.pop(number)
