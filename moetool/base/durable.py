@@ -18,6 +18,7 @@ from moetool.base.errors import UsageError
 PARTIAL = ".partial"
 LOCK = ".lock"
 OLD = ".old"
+_OF_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 def sync(path: Path) -> None:
@@ -59,8 +60,8 @@ def staged_file(path: Path) -> Iterator[Path]:
 
 
 def _name(error: BaseException, path: Path) -> None:
-    """Name the output in the error of a full disk, which knows only a descriptor."""
-    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    """Name the output in the error of a write, which knows only a descriptor."""
+    if isinstance(error, OSError) and error.filename is None and error.errno in _OF_WRITES:
         error.filename = str(path)
 
 

@@ -201,3 +201,10 @@ def test_an_error_that_knows_no_name_is_given_the_output_s(tmp_path: Path) -> No
         with pytest.raises(OSError, match="No space left") as caught, staged(tmp_path / "out"):
             disk_full()
         assert caught.value.filename == str(tmp_path / "out") and not (tmp_path / "out").exists()
+
+
+def test_an_error_of_something_else_keeps_its_words(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"^the model ends early$"), durable.staged_file(tmp_path / "made") as partial:
+        partial.touch()
+        raise OSError("the model ends early")
+    assert not any(tmp_path.iterdir())
