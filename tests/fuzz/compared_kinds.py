@@ -268,7 +268,9 @@ def _header(name: str) -> tuple[str, dict[str, int], list[str]]:
     blocks = [tensor.name for tensor in reader.tensors if tensor.name.startswith("blk.")]
     if "expert_gating_func" not in values:  # by this tensor llama.cpp and moetool know it
         blocks = [tensor for tensor in blocks if "exp_probs_b" not in tensor]
-    return architecture, {"nextn_predict_layers": 0, **counts}, [name for name in blocks if "tid2eid" not in name]
+    # That a convolution has a bias is known by the bias alone, and there is one such block.
+    kept = [name for name in blocks if "tid2eid" not in name and not name.endswith("ssm_conv1d.bias")]
+    return architecture, {"nextn_predict_layers": 0, **counts}, kept
 
 
 @functools.cache
