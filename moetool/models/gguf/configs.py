@@ -99,6 +99,9 @@ def qwen(meta: Metadata) -> dict[str, Any]:
 
 def linear(meta: Metadata) -> dict[str, Any]:
     values = meta("ssm.time_step_rank")
+    stored = {shape[0] for name, shape in meta.shapes.items() if name.endswith(".ssm_a")}
+    if stored != {values}:
+        raise UsageError(f"has {values} value heads (ssm.time_step_rank), expected {min(stored)}, the size of ssm_a")
     return {
         **qwen(meta),
         "layer_types": ["full_attention" if full else "linear_attention" for full in meta.layers_with("attn_q.weight")],
