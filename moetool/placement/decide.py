@@ -69,6 +69,7 @@ class ReplacementCosts:
 
     Attributes:
         latency: costs of computing and sending.
+        routing: choice of the copy for a token (`moetool.placement.latency.flows`).
         call_s: seconds of a remote call (None: from the cluster's links).
         control_s: returns the seconds of moves in addition to those of their bytes.
         move_bytes_s: rate of experts to each GPU when all receive at once.
@@ -78,6 +79,7 @@ class ReplacementCosts:
     """
 
     latency: Latency
+    routing: str = "nearest"
     call_s: float | None = None
     control_s: Callable[[Sequence[Move]], float] = lambda moves: 0.0
     move_bytes_s: float = float("inf")
@@ -93,9 +95,10 @@ class Replanner:
     Attributes:
         planner: name, with options and seed.
         weighs: `calls`: remote calls saved over the horizon against moves in sequence (Prism, Eq. 4, repaired).
-            `printed`: the same against Eq. 3 as printed, which divides by the GPUs' own rates. `latency`: T_comp +
-            T_comm saved on the observed requests (DIRECTOR, Eq. 5) against concurrent moves to all GPUs, into a double
-            buffer (DIRECTOR § V-B).
+            `printed`: the same against Eq. 3 as printed, which divides by the GPUs' own rates. `steps`: T_comp + T_comm
+            saved over the horizon, in seconds, against moves in sequence. `latency`: T_comp + T_comm saved on the
+            observed requests (DIRECTOR, Eq. 5) against concurrent moves to all GPUs, into a double buffer (DIRECTOR
+            § V-B).
         always: accept every proposal.
     """
 
@@ -112,7 +115,8 @@ class Decision:
 
     Attributes:
         placed_GLE: the proposed placement.
-        migration: ordered moves to it (none if it is the current one), and both sides of Prism's Eq. 4.
+        migration: ordered moves to it (none if it is the current one), both sides of Prism's Eq. 4, and T_comp
+            + T_comm over the horizon, if costs are in seconds and `latency` does not decide.
         gain_s: gain of moving (`Replanner.weighs`).
         cost_s: cost of moving.
         made: whether to migrate.
@@ -189,8 +193,12 @@ def decide(
         assert stuck is not None
         raise stuck
     judged = [(judge_GLE, propose(made_GLE, free_slots)) for made_GLE, judge_GLE in observed.held_out if moves]
-    plan = _eq4(in_force, new_GLE, moves, judged or [(observed.tokens_GLE, new_GLE)], observed.horizon_tokens, costs)
+    judged = judged or [(observed.tokens_GLE, new_GLE)]
+    priced = costs.latency.unit == "s" and not batched
+    plan = _eq4(in_force, new_GLE, moves, judged, observed.horizon_tokens, costs, priced=priced)
     gain_s, cost_s = plan.saved_s, max(plan.eq3_s, plan.seconds)
+    if replanner.weighs == "steps" and plan.step_saved_s is not None:
+        gain_s = plan.step_saved_s
     if replanner.weighs == "printed":
         cost_s = plan.printed_s
     if batched:
@@ -219,11 +227,14 @@ def _eq4(
     judged: Sequence[tuple[np.ndarray, np.ndarray]],
     horizon_tokens: float,
     costs: ReplacementCosts,
+    *,
+    priced: bool,
 ) -> MigrationPlan:
     """Return both sides of Prism's Eq. 4, and whether it holds.
 
     Args:
         judged: requests, and the new placement made without them.
+        priced: whether to add T_comp + T_comm over the horizon.
 
     Source: Prism § III-C3, Eqs. 3 and 4. Repairs:
         - Eq. 3 charges additions only; as printed, dropping an expert would cost as much as loading it.
@@ -233,9 +244,14 @@ def _eq4(
         - Calls are counted on held-out requests, where there are any.
     """
     spec, cluster, old_GLE = in_force.spec, in_force.cluster, in_force.placed_GLE
-    calls = horizon_tokens * sum(spec.top_k_L) / sum(float(judge_GLE.sum()) for judge_GLE, _ in judged)
-    before = calls * sum(remote_calls(cluster, judge_GLE, old_GLE) for judge_GLE, _ in judged)
-    after = calls * sum(remote_calls(cluster, judge_GLE, other_GLE) for judge_GLE, other_GLE in judged)
+    scale = horizon_tokens * sum(spec.top_k_L) / sum(float(judge_GLE.sum()) for judge_GLE, _ in judged)
+    sides = [(judge_GLE, old_GLE) for judge_GLE, _ in judged], judged
+    before, after = (scale * sum(remote_calls(cluster, *pair) for pair in side) for side in sides)
+    steps_s: tuple[float | None, ...] = None, None
+    if priced:
+        steps_s = tuple(
+            scale * sum(layers_s(costs.latency, cluster, *pair, costs.routing) for pair in side) for side in sides
+        )
     call_s = costs.call_s
     if call_s is None:
         if spec.hidden_size <= 0:
@@ -260,6 +276,8 @@ def _eq4(
         saved_s=saved_s,
         horizon_tokens=horizon_tokens,
         worth_it=saved_s > max(eq3_s, moves_s),
+        step_before_s=steps_s[0],
+        step_after_s=steps_s[1],
     )
 
 
@@ -338,16 +356,11 @@ def plan_migration(
     in_force = InForce(spec=new.spec, cluster=new.cluster, placed_GLE=old.placed_GLE)
     if call_s is None and new.spec.hidden_size <= 0 and (priced or len(new.cluster.servers) < 2):
         call_s = 0.0
-    costs = ReplacementCosts(latency=latency, call_s=call_s)
+    costs = ReplacementCosts(latency=latency, routing=routing, call_s=call_s)
     plan = decide(observed, in_force, costs, Replanner(planner=new.planner), new.placed_GLE).migration
     plan = replace(plan, parallel_s=_parallel_s(plan.moves, len(new.cluster.gpus)))
-    if priced:
-        before_s, after_s = (
-            horizon_tokens / tokens * layers_s(latency, new.cluster, demand.tokens_GLE, placed_GLE, routing)
-            for placed_GLE in (old.placed_GLE, new.placed_GLE)
-        )
-        pays = before_s - after_s > plan.parallel_s
-        plan = replace(plan, step_before_s=before_s, step_after_s=after_s, worth_it=pays)
+    if plan.step_saved_s is not None:
+        plan = replace(plan, worth_it=plan.step_saved_s > plan.parallel_s)
     if window_s is None:
         return plan
     return replace(plan, windows=windows([move.seconds for move in plan.moves], window_s), window_s=window_s)

@@ -242,9 +242,16 @@ class MigrationPlan(Artefact):
     @property
     def pays_after_tokens(self) -> float | None:
         """Return the tokens after which the saved T_comp + T_comm exceed the moves; None if never, or unknown."""
-        if self.step_before_s is None or self.step_after_s is None or self.step_after_s >= self.step_before_s:
+        if self.step_saved_s is None or self.step_saved_s <= 0:
             return None
-        return self.parallel_s / (self.step_before_s - self.step_after_s) * self.horizon_tokens
+        return self.parallel_s / self.step_saved_s * self.horizon_tokens
+
+    @property
+    def step_saved_s(self) -> float | None:
+        """Return the T_comp + T_comm saved over the horizon; None with unit costs."""
+        if self.step_before_s is None or self.step_after_s is None:
+            return None
+        return self.step_before_s - self.step_after_s
 
     @property
     def printed_s(self) -> float:

@@ -25,7 +25,9 @@ class ReplacementRecord(JsonRecord):
         moves_s: seconds of all moves in sequence.
         foreseen_s: expected seconds of the migration, with pauses that leave links to users.
         cost_s: the other side of Eq. 4: the larger of eq3_s and moves_s.
-        worth_it: saved_s > cost_s.
+        step_before_s: T_comp + T_comm over the horizon under the current placement; None without measured costs.
+        step_after_s: the same under the new placement.
+        worth_it: whether Eq. 4 holds: saved_s > cost_s.
         made: whether experts moved.
         copies: number of copied experts.
         plan_s: seconds of planning, trials of links included; of a simulation if charged.
@@ -50,6 +52,8 @@ class ReplacementRecord(JsonRecord):
     moves_s: float = 0.0
     foreseen_s: float = 0.0
     cost_s: float = 0.0
+    step_before_s: float | None = None
+    step_after_s: float | None = None
     worth_it: bool = False
     made: bool = False
     copies: int = 0
@@ -65,6 +69,7 @@ class ReplacementRecord(JsonRecord):
         if not decision.moves:
             return
         plan = decision.migration
-        for name in ("calls_before", "calls_after", "call_s", "saved_s", "eq3_s", "printed_s", "worth_it", "bytes"):
+        shared = "calls_before calls_after call_s saved_s eq3_s printed_s step_before_s step_after_s worth_it bytes"
+        for name in shared.split():
             setattr(self, name, getattr(plan, name))
         self.moves_s, self.cost_s, self.copies = plan.seconds, decision.cost_s, decision.copies

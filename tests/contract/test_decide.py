@@ -1,6 +1,6 @@
 """One history, four callers: the stream, the simulator, the edge scheduler and the head of ranks decide alike."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,9 +18,10 @@ from moetool.placement.decide import (
     ReplacementCosts,
     Replanner,
     decide,
+    plan_migration,
 )
 from moetool.placement.demand import Demand
-from moetool.placement.latency import unit_latency
+from moetool.placement.latency import linear_latency, unit_latency
 from moetool.placement.modes import follow
 from moetool.placement.replacement_record import ReplacementRecord
 from moetool.placement.scoring import remote_call_s
@@ -30,7 +31,7 @@ from moetool.simulation.replica_choice import Routing
 from moetool.simulation.simulated_costs import GpuSeconds, make_network
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.workload import SimulatedRequest
-from tests.clusters import make_cluster
+from tests.clusters import make_cluster, make_plan
 from tests.edge_workers import DrawnWorker, Table
 from tests.refusals import refused
 from tests.synthetic import make_spec
@@ -43,6 +44,8 @@ INTERVAL_S = 60.0
 PLANNERS = ("prism_exact", "smartmoe", "eplb")
 CALL_S = (remote_call_s(CLUSTER, 2 * SPEC.hidden_size), 1.0)
 """As the links have it, which pays for no migration of so few tokens, and so slow that it does."""
+PAIR_S = (0.5, 0.01, 0.01)
+MEAN_S = sum(PAIR_S) / SERVERS
 
 
 def routes(server: int) -> np.ndarray:
@@ -162,6 +165,8 @@ def holdings(routing: Routing) -> np.ndarray:
 class Reporting(DrawnWorker):
     """Counts the history evenly over the interval, so that every part of it is like the whole."""
 
+    pair_s = 0.0
+
     def stats(self) -> WorkerStats:
         return WorkerStats(
             server=self.server,
@@ -169,30 +174,42 @@ class Reporting(DrawnWorker):
             tokens_LE=served()[self.server] / 4,
             local_pairs=1,
             remote_pairs=1,
-            expert_s=0.0,
+            expert_s=self.pair_s,
             expert_pairs=1,
-            call_s={0: self.call_s},
+            call_s={0: self.call_s + MEAN_S * (self.pair_s > 0)},
             calls={0: 1},
             call_pairs={0: 1},
         )
 
 
-def by_edge(planner: str, call_s: float) -> Eq4:
-    """The scheduler's first decision, carried out by workers."""
+def first_decision(
+    planner: str, call_s: float, decide: str, pair_s: Sequence[float] = (0.0,) * SERVERS
+) -> tuple[ReplacementRecord, np.ndarray, list[str]]:
+    """The scheduler's first decision, carried out by workers; the placement after it, and its narration.
+
+    Args:
+        pair_s: seconds of computing a pair on each server.
+    """
     workers: dict[int, DrawnWorker] = {}
     odds_LE = np.ones((SPEC.num_layers, SPEC.num_experts))
     for n in range(SERVERS):
-        Reporting(n, SPEC, set(places_of(begun()[n])), ROOM, odds_LE, workers, call_s=call_s)
+        worker = Reporting(n, SPEC, set(places_of(begun()[n])), ROOM, odds_LE, workers, call_s=call_s)
+        worker.pair_s = pair_s[n]
     table = Table(SPEC, workers)
     options = SchedulerOptions(
-        planner=planner, decide="always", interval_s=INTERVAL_S, poll_s=INTERVAL_S / 4, half_life_s=0.0
+        planner=planner, decide=decide, interval_s=INTERVAL_S, poll_s=INTERVAL_S / 4, half_life_s=0.0
     )
-    scheduler = Scheduler(SPEC, CLUSTER, options)
+    said: list[str] = []
+    scheduler = Scheduler(SPEC, CLUSTER, options, narrate=said.append)
     now_s = 0.0
     while not scheduler.history.decisions or scheduler.migrating:
         now_s += max(1e-3, scheduler.tick(table, now_s))
-    record = scheduler.history.decisions[0]
-    held_GLE = as_array(SPEC, table.held())
+    return scheduler.history.decisions[0], as_array(SPEC, table.held()), said
+
+
+def by_edge(planner: str, call_s: float) -> Eq4:
+    """The first decision of an edge cluster's scheduler."""
+    record, held_GLE, _ = first_decision(planner, call_s, "always")
     # The scheduler extrapolates the rate that it saw to its own horizon; the others count what they saw.
     return of_record(record, begun(), held_GLE, SERVERS * TOKENS / record.horizon_tokens)
 
@@ -218,6 +235,26 @@ def test_all_callers_decide_alike(planner: str, call_s: float, caller: Callable[
     assert found.pays == expected.pays
     if planner == "prism_exact":  # the optimum of Eq. 2
         assert expected.pays == (call_s == 1.0)
+
+
+@pytest.mark.parametrize("call_s", CALL_S)
+@pytest.mark.parametrize("decide", ["eq4", "latency", "always"])
+def test_edge_servers_price_computing_as_plan_migrate_does(call_s: float, decide: str) -> None:
+    record, held_GLE, said = first_decision("prism_exact", call_s, decide, PAIR_S)
+    best_GLE = first_decision("prism_exact", call_s, "always", PAIR_S)[1]
+    demand = Demand(spec=SPEC, cluster=CLUSTER, tokens_GLE=served())
+    measured = linear_latency(CLUSTER, MEAN_S, call_s / 2, 1.0, "by hand")  # to another server and back
+    measured = replace(measured, speed_G=tuple(MEAN_S / own_s for own_s in PAIR_S))
+    old, new = (make_plan(SPEC, CLUSTER, placed_GLE) for placed_GLE in (begun(), best_GLE))
+    horizon = record.horizon_tokens
+    planned = plan_migration(old, new, demand, horizon_tokens=horizon, call_s=call_s, latency=measured)
+    both = planned.step_before_s, planned.step_after_s
+    assert (record.step_before_s, record.step_after_s) == pytest.approx(both) and min(both) > 0
+    pays = {"eq4": record.saved_s > record.cost_s, "latency": both[0] - both[1] > record.cost_s, "always": True}
+    assert record.made == pays[decide] == (held_GLE != begun()).any()
+    assert pays["latency"] != pays["eq4"] or call_s == 1.0  # with cheap calls the slow server alone is worth it
+    told = f"T_comp + T_comm {both[0]:,.1f} s before, {both[1]:,.1f} s after"
+    assert any(told in line for line in said) == record.made
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

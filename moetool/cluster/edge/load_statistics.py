@@ -10,6 +10,7 @@ from moetool.base.errors import MismatchError
 from moetool.base.types import Cluster, Link, ModelSpec
 from moetool.base.validation import require, require_number
 from moetool.cluster.edge.protocol import ArrivedExpert, WorkerStats
+from moetool.placement.latency import Latency, linear_latency, unit_latency
 
 _FOLDS = 4
 _TRACE = 1e-6
@@ -149,6 +150,21 @@ class Statistics:
     def expert_s(self) -> float | None:
         """Seconds of computing one (token, expert) pair, the mean over servers; None: not measured yet."""
         return None if np.isnan(self._expert_s_N).all() else float(np.nanmean(self._expert_s_N))
+
+    def latency(self, cluster: Cluster, servers: Sequence[int]) -> Latency:
+        """Measured costs of computing a pair on each server and of calling another, as `call_s`.
+
+        Args:
+            cluster: some servers, one GPU each.
+            servers: their numbers.
+        """
+        mean_s, own_s_N = self.expert_s, self._expert_s_N[list(servers)]
+        if mean_s is None or self.call_s is None:
+            return unit_latency(cluster)
+        own_s_N = np.where(own_s_N > 0, own_s_N, mean_s)  # false for NaN
+        speed_G = tuple((mean_s / own_s_N if mean_s else np.ones(len(servers))).tolist())
+        found = linear_latency(cluster, mean_s, self.call_s / 2, 1.0, "measured")  # dispatch and combine
+        return replace(found, speed_G=speed_G)
 
     @property
     def call_s(self) -> float | None:

@@ -11,7 +11,6 @@ from moetool.base.errors import CapacityError
 from moetool.base.types import Cluster, Gpu, ModelSpec, Server
 from moetool.cluster.edge.load_statistics import Statistics
 from moetool.placement.decide import InForce, Observed, ReplacementCosts
-from moetool.placement.latency import unit_latency
 from moetool.placement.migration import order_moves
 from moetool.placement.plan import Move, Place
 
@@ -73,7 +72,7 @@ def observe(
         Observed(tokens_GLE=tokens_NLE, held_out=tuple(folds), horizon_tokens=horizon_tokens, source="past"),
         InForce(spec=spec, cluster=machines, placed_GLE=placed_NLE),
         ReplacementCosts(
-            latency=unit_latency(machines),
+            latency=statistics.latency(machines, servers),
             call_s=statistics.call_s,
             control_s=lambda moves: statistics.round_s * num_rounds(by_server(moves, servers), held, slots),
         ),

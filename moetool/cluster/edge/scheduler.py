@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 _SAVE_S = 30.0
 _SNAPSHOT_WAIT_S = 0.2
 _LEAST_TICK_S = 0.005
-_DECIDES = ("eq4", "always", "never")
+_DECIDES = ("eq4", "latency", "always", "never")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,8 @@ class SchedulerOptions:
             them, because a placement from few requests fits only these.
         poll_s: seconds between a worker's reports.
         planner: planner of new placements.
-        decide: `eq4`: migrate if Prism's Eq. 4 says so; `always`; `never`: watch only.
+        decide: `eq4`: migrate if Prism's Eq. 4 says so, which prices remote calls; `latency`: if T_comp +
+            T_comm, which count the busiest server, fall by more than the moves take; `always`; `never`: watch only.
         horizon_s: assumed duration of a placement in Eq. 4 (0: the interval).
         half_life_s: half-life of observed routes and calls (0: no decay).
         compute_s: seconds over which compute time is averaged.
@@ -298,9 +299,12 @@ class Scheduler:
             self._steps = by_server(decision.moves, servers_there)
             self._target = {n: frozenset(places_of(decision.placed_GLE[i])) for i, n in enumerate(servers_there)}
             self._moving, self._next_move_s, self._moved = record, now_s, np.zeros(3)
+            both = "unknown"
+            if record.step_before_s is not None and record.step_after_s is not None:
+                both = f"{record.step_before_s:,.1f} s before, {record.step_after_s:,.1f} s after"
             self._narrate(
                 f"{record.copies} experts move: {record.saved_s:,.1f} s of remote calls saved over "
-                f"{self._horizon_s:g} s, against {record.cost_s:,.1f} s of migration"
+                f"{self._horizon_s:g} s, against {record.cost_s:,.1f} s of migration; T_comp + T_comm {both}"
             )
         self._save()
 
@@ -324,6 +328,7 @@ class Scheduler:
             planner=self.options.planner,
             options=self.options.options,
             seed=self.options.seed,
+            weighs="steps" if self.options.decide == "latency" else "calls",
             always=self.options.decide == "always",
         )
         try:
