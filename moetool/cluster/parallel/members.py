@@ -229,7 +229,7 @@ class Members:
     def _start_again(self, gpu: int) -> None:
         tries = self._tries.pop(gpu, 0)
         if tries == _TRIES:
-            self._narrate(f"rank {self._names[gpu]} failed to start {tries} times; continuing without it")
+            _LOG.error("rank %s failed to start %d times; continuing without it", self._names[gpu], tries)
             return
         self._tries[gpu] = tries + 1
         self.starting.add(gpu)

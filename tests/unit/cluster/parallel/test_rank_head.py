@@ -1,5 +1,6 @@
 """The head of expert-parallel ranks without ranks: what it makes of what they say, in every order that it may come."""
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -354,7 +355,7 @@ def settle(launched: Launched, count: int) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_rank_that_ends_before_it_says_hello_is_started_again() -> None:
+def test_a_rank_that_ends_before_it_says_hello_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     launched, posted = Launched(), list[tuple[str, Any]]()
     ranks = Members(2, launched, lambda kind, value: posted.append((kind, value)))
     for gpu in range(2):
@@ -368,8 +369,10 @@ def test_a_rank_that_ends_before_it_says_hello_is_started_again() -> None:
         ranks.died(1)  # said of the same process twice, it counts once
         settle(launched, tries)
         eventually(lambda: 1 not in ranks.starting)
-    ranks.died(1)
+    with caplog.at_level(logging.ERROR):  # at the level that silences all else
+        ranks.died(1)
     assert launched.restarted == [1] * 5 and ranks.there == [0]
+    assert caplog.messages == ["rank 1 failed to start 5 times; continuing without it"]
     ranks.lose(0)
     assert not ranks.gone  # all are gone, and one is on its way
 
