@@ -41,6 +41,9 @@ class ThreadRanks:
         """End a rank's connections, since a thread cannot be killed."""
         threading.Thread(target=self.ranks[gpu].close, daemon=True).start()
 
+    def release(self, gpu: int) -> None:
+        self.ranks[gpu].close()
+
     def close(self) -> None:
         for rank in list(self.ranks.values()):
             rank.close()

@@ -78,6 +78,9 @@ class Machines(Protocol):
     def end(self, n: int, record: ProcessRecord) -> None:
         """End a process at once, if its machine can be reached."""
 
+    def release(self, n: int) -> None:
+        """Start no process of this worker on its machine until that has joined again."""
+
     def close(self) -> None:
         """Release resources; the processes have already been told to end."""
 
@@ -98,10 +101,13 @@ class ThisMachine:
     ) -> None:
         self._names, self._threads, self._folder, self._fork_server = names, threads, folder, fork_server
         self._started: list[ProcessRecord] = []
+        self._released: set[int] = set()
         self._children: list[subprocess.Popen[bytes]] = []
 
     def start(self, n: int, order: ProcessOrder) -> ProcessRecord:
-        """Start a process; it may outlive this one."""
+        """Start a process; it may outlive this one. Raises: CapacityError: it was released."""
+        if n in self._released:
+            raise CapacityError("it was drained, and starts again with the next head")
         path = Path(os.devnull) if self._folder is None else self._folder.log(self._names[n])
         if self._fork_server is not None:
             record = self._fork_server.start(order, path)
@@ -120,6 +126,10 @@ class ThisMachine:
         end_process(record.pid, record.started)
         for child in self._children:
             child.poll()  # avoids zombies
+
+    def release(self, n: int) -> None:
+        """Start no process of this worker from now on."""
+        self._released.add(n)
 
     def close(self) -> None:
         """Wait until the processes have ended; kill the others."""
@@ -275,6 +285,15 @@ class Workers:
         self._machines.end(n, link.record)
         if self._detached.folder is not None:
             self._detached.folder.forget(n)
+
+    def release(self, n: int) -> None:
+        """End a drained worker, and start none in its place until its machine has joined again."""
+        self._machines.release(n)
+        if (link := self._links[n]) is not None:
+            with contextlib.suppress(MoetoolError):  # its process is ended below
+                link.end(_CLOSE_S)
+                link.wait(_GONE_S)
+        self.kill(n)
 
     def watch(self, n: int, on_death: Callable[[int], None]) -> None:
         """Call `on_death(n)` in another thread if the current process of a worker ends unexpectedly."""

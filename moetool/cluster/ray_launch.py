@@ -46,13 +46,15 @@ class RayMachines:
             _connect(self._ray, address)
         self._lock = threading.Lock()
         self._nodes: list[str | None] = [None] * len(names)
+        self._released: set[tuple[int, str | None]] = set()  # each `ray start` has a new number
         self.toward = head_of(self._ray.nodes())
 
     def start(self, n: int, order: ProcessOrder) -> ProcessRecord:
         """Start a process on its machine. Raises: CapacityError, MoetoolError."""
         with self._lock:
             taken = {*self._nodes[:n], *self._nodes[n + 1 :]}
-            self._nodes[n] = node = choose(self._names[n], self._nodes[n], taken, self._ray.nodes())
+            nodes = [node for node in self._ray.nodes() if (n, node["NodeID"]) not in self._released]
+            self._nodes[n] = node = choose(self._names[n], self._nodes[n], taken, nodes)
         record: ProcessRecord = self._run(node, _START_S, _start_there, order, self._threads)
         return replace(record, machine=node)
 
@@ -67,6 +69,10 @@ class RayMachines:
                 self._run(node, _END_S, end_process, record.pid, record.started)
         except Exception as error:  # Ray's own errors when its head is gone
             _LOG.info("cannot end the process of %s: %s", self._names[n], first_line(error))
+
+    def release(self, n: int) -> None:
+        """Start no process of this worker on its machine until that has joined again."""
+        self._released.add((n, self._nodes[n]))
 
     def close(self) -> None:
         """Leave Ray."""

@@ -79,6 +79,10 @@ class WorkerLink:
         self._forget_ends()
         _ask(self.record, self._context, {"do": "end"}, time.monotonic() + timeout_s)
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the process has ended, or for this long."""
+        self._ended.wait(timeout_s)
+
     def when_ended(self, told: Callable[[], None]) -> None:
         """Call `told` once when the process ends unexpectedly, in this class's thread."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""A worker's process: builds the worker, serves its head, and ends after some time without a head.
+"""A worker's process: builds the worker, serves its head, and ends on SIGTERM or after some time without a head.
 
 It runs in its own session and depends on no other process: it outlives its head, and another head may call it.
 """
@@ -104,23 +104,39 @@ class WorkerProcess:
         self._had_head = False
         self._alone_since = time.monotonic()
         self._worker: Any = None
-        self._over = threading.Event()
+        self._over, self._drained = threading.Event(), threading.Event()
         self._acceptor = Acceptor(sock, identity, ("head",), self._serve, limit_bytes=MOST_BYTES)
 
     def run(self) -> None:
-        """Serve until a head ends the process, or no head has called for too long."""
+        """Serve until a head ends the process, or no head has called for too long; once drained, until it has none."""
         while not self._over.wait(_TICK_S):
             with self._lock:  # a hanging call does not count as a head
                 now, is_led = time.monotonic(), any(head.is_open for head in self._heads)
                 self._alone_since = now if is_led else self._alone_since
                 alone_s = 0.0 if is_led else now - self._alone_since
-                is_built = self._worker is not None
+                is_built = self._worker is not None and not self._drained.is_set()
             if alone_s > (self._order.orphan_s if is_built else 0.0 if self._had_head else _FIRST_S):
                 _LOG.warning("no head for %.0f s: the worker ends", alone_s)
                 self._close()
                 _forget(self._order.record)
                 return
         self._acceptor.close()
+
+    def drain(self) -> None:
+        """Have the worker finish its requests. Its head then ends the process; without a head it ends by itself.
+
+        Effects: starts a thread.
+        """
+        threading.Thread(target=self._drain, name="drain", daemon=True).start()
+
+    def _drain(self) -> None:
+        if (work := getattr(self._worker, "drain", None)) is None:  # not built yet, or without requests
+            self._over.set()
+            return
+        try:
+            work()
+        finally:
+            self._drained.set()
 
     def _serve(self, connection: FrameConnection) -> None:
         with self._lock:
@@ -282,7 +298,14 @@ def serve_order(order: ProcessOrder) -> None:
     for number in (0, 1):
         os.dup2(silence, number)
     garbage.rarely()
-    WorkerProcess(sock, identity, order).run()
+    process = WorkerProcess(sock, identity, order)
+
+    def drain(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
+        process.drain()
+
+    signal.signal(signal.SIGTERM, drain)
+    process.run()
     logging.shutdown()
     os._exit(0)  # even if the worker's threads still run
 

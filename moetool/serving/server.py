@@ -215,6 +215,17 @@ class HttpServer(uvicorn.Server):
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
+    def drain(self, within_s: float) -> bool:
+        """Finish running requests on that thread, and accept no others; return whether it ended within a timeout."""
+        self._num_interrupts = max(1, self._num_interrupts)
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+    @property
+    def draining(self) -> bool:
+        """Return whether it accepts no more requests."""
+        return self._num_interrupts > 0
+
     def interrupt(self) -> None:
         """Handle a signal; from any thread."""
         self._num_interrupts += 1

@@ -268,6 +268,16 @@ def test_servers_on_hosts_of_their_own_answer_as_one_would_and_outlive_head_and_
         eventually(lambda: "server s1 is back on" in (tmp_path / "second").read_text(), within_s=120)
         ask_all(urls)
         assert not is_worker(workers[1])
+        (leaving,) = (pid for pid in hosts.pids(1) if is_worker(pid))
+        os.kill(leaving, signal.SIGTERM)
+        eventually(lambda: "server s1 has left" in (tmp_path / "second").read_text())
+        assert not is_worker(leaving)
+        ask_all({"s0": urls["s0"]})  # beside its machine, which is still there and starts nothing
+        assert not any(map(is_worker, hosts.pids(1)))
+        hosts.kill(1)
+        hosts.start_ray(["s0", "s1"], [1])
+        eventually(lambda: (tmp_path / "second").read_text().count("server s1 is back on") == 2, within_s=120)
+        ask_all(urls)
         hosts.kill(None)  # the head and Ray's: their machine has gone
         ask_all(urls)
         eventually(lambda: not any(is_worker(pid) for n in range(2) for pid in hosts.pids(n)))  # for lack of a head

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from moetool.base.errors import MismatchError, MoetoolError, UsageError
+from moetool.base.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.cluster.certificates import Authority, self_signed
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.fork_server import ForkServer
@@ -260,6 +261,45 @@ def test_a_fork_server_tells_what_failed_and_is_started_again_once_it_has_died(t
     for one in (first, second):
         assert lives(one.pid, one.started)
         end_process(one.pid, one.started)
+
+
+def test_a_process_that_is_asked_to_end_drains_and_waits_for_its_head(tmp_path: Path) -> None:
+    head = identity("head")
+    order = {"do": "build", "build": "tests.launched:build", "arguments": {"name": "a"}}
+
+    def start(name: str) -> tuple["subprocess.Popen[bytes]", WorkerLink]:
+        mark = f"moetool-worker-{name}"
+        record, popen = start_process(ProcessOrder(mark=mark, authority=head.authority, orphan_s=600.0))
+        link = WorkerLink(name, record, head, {**order, "arguments": {"name": name}})
+        assert link.call("say", ("x",), {}, PATIENCE_S) == f"{name}: x"
+        popen.terminate()
+        return popen, link
+
+    popen, link = start("led")
+    time.sleep(1.0)  # several of its ticks
+    assert popen.poll() is None and link.call("say", ("x",), {}, PATIENCE_S) == "led: x"
+    link.end(PATIENCE_S)
+    assert popen.wait(PATIENCE_S) == 0
+    popen, link = start("alone")
+    link.close("its head has ended")
+    assert popen.wait(PATIENCE_S) == 0
+    popen, link = start("busy")
+    time.sleep(1.0)
+    assert popen.poll() is None
+    popen.terminate()  # a second one does not wait
+    assert popen.wait(PATIENCE_S) == -signal.SIGTERM
+    link.close("it has ended")
+
+
+def test_a_worker_that_is_released_starts_no_more_on_its_machine() -> None:
+    made = Workers(ClusterAddress(count=1), build, [{"name": "a"}], ["first"])
+    pid, died = made.pid(0), list[int]()
+    made.watch(0, died.append)
+    made.release(0)
+    assert not _lives(pid) and not died
+    with refused(CapacityError, "drained", "next head"):
+        made.restart(0)
+    made.close()
 
 
 def test_a_process_without_a_worker_waits_for_no_second_head(tmp_path: Path) -> None:

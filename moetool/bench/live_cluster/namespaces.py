@@ -133,11 +133,12 @@ class Hosts:
         """Command line that runs a command on a host."""
         return ["ip", "netns", "exec", self.namespace(n), *command]
 
-    def start_ray(self, names: Sequence[str] = ()) -> None:
-        """Start Ray's head if it is not running, and join all hosts to it.
+    def start_ray(self, names: Sequence[str] = (), hosts: Sequence[int] | None = None) -> None:
+        """Start Ray's head if it is not running, and join hosts to it.
 
         Args:
             names: server names by host (default: any server on any host).
+            hosts: numbers of the hosts (default: all).
 
         Raises:
             MoetoolError: Ray does not start.
@@ -146,7 +147,7 @@ class Hosts:
             self._ray(None, "--head", f"--port={_RAY_PORT}", "--include-dashboard=false").finish()
         starts = []
         try:
-            for n in range(self.count):
+            for n in range(self.count) if hosts is None else hosts:
                 resources = [f'--resources={{"moetool:{names[n]}": 1}}'] if names else []
                 starts.append(self._ray(n, f"--address={self.ray_address}", *resources))
             for start in starts:

@@ -48,6 +48,9 @@ class Threads:
     def kill(self, n: int) -> None:
         """Do nothing: a thread cannot be ended from outside."""
 
+    def release(self, n: int) -> None:
+        """Do nothing: it lives as long as this process."""
+
     def watch(self, n: int, on_death: Callable[[int], None]) -> None:
         """Do nothing: it lives as long as this process."""
 

@@ -34,6 +34,7 @@ class Processes(Protocol):
     def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any: ...
     def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None: ...
     def kill(self, n: int) -> None: ...
+    def release(self, n: int) -> None: ...
     def is_started(self, n: int) -> bool: ...
     def watch(self, n: int, on_death: Callable[[int], None]) -> None: ...
     def close(self) -> None: ...
@@ -62,7 +63,8 @@ class EdgeHead:
 
     It knows the experts of every server, and tells the servers. A server that dies, or does not answer for `hang_s`, is
     removed from the table. Servers with free capacity adopt experts that no other server holds, from their disks. Then
-    the server is restarted with its experts of the current placement, and adopted ones are dropped.
+    the server is restarted with its experts of the current placement, and adopted ones are dropped. A server that is
+    leaving (SIGTERM) is replaced in the same way before it ends, and stays away until its machine joins again.
 
     Methods may be called from any thread.
 
@@ -281,8 +283,12 @@ class EdgeHead:
             with self._counting:
                 self._moves_under_way -= 1
 
-    def _check(self, n: int) -> None:
-        """Check a server's health, and correct the table if an earlier answer about a move was lost."""
+    def _check(self, n: int) -> bool:
+        """Check a server's health, and correct the table if an earlier answer about a move was lost.
+
+        Returns:
+            Whether it is leaving.
+        """
         with self._counting:
             begun, were_under_way = self._moves_begun, self._moves_under_way
         info = self._call(n, "info", timeout_s=self._options.hang_s)
@@ -293,6 +299,7 @@ class EdgeHead:
             _LOG.info("server %s holds %d experts, not those of the table", self.names[n], len(info.held))
             self.publish()
             self._cover()
+        return bool(info.leaving)
 
     def _tell(self, n: int) -> None:
         """Send the expert placement to one running server that lacks it."""
@@ -344,12 +351,12 @@ class EdgeHead:
 
         def ask(n: int) -> Any:
             try:
-                return None if infos[n] is None else self._call(n, method, *args, timeout_s=timeout_s)
+                return None if peers[n] is None else self._call(n, method, *args, timeout_s=timeout_s)
             except MoetoolError:
                 return None  # its supervisor restarts it
 
-        infos = self.infos()
-        return _at_once(ask, len(infos))
+        peers = self._table.holders().peers
+        return _at_once(ask, len(peers))
 
     def _thread(self, name: str, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name=name, daemon=True)
@@ -366,8 +373,10 @@ class EdgeHead:
         while not self._closing.is_set():
             if not self._died[n].wait(self._options.ping_s):
                 try:
-                    self._check(n)
-                    self._tell(n)
+                    if self._check(n):
+                        self._let_go(n)
+                    else:
+                        self._tell(n)
                     continue
                 except Exception as error:
                     reason = _ENDED if isinstance(error, WorkerDied) else first_line(error)
@@ -380,6 +389,24 @@ class EdgeHead:
             self._narrate(f"server {self.names[n]} is gone: {reason}")
             self._lose(n)
             self._restart(n)
+
+    def _let_go(self, n: int) -> None:
+        """Place a leaving server's experts on other servers, and end it once it has finished its requests."""
+        if self._closing.is_set():
+            return
+        self._narrate(f"server {self.names[n]} is leaving: it finishes its requests and accepts no new ones")
+        self._table.leave(n)
+        self.publish()
+        self._cover()
+        with contextlib.suppress(MoetoolError):  # it ends in any case
+            self._call(n, "drain", timeout_s=self._settings[n].limits.drain_timeout_s + 15.0)
+        self._processes.release(n)
+        self._table.lost(n)
+        self.publish()
+        self._narrate(
+            f"server {self.names[n]} has left; it returns when its machine joins again, or with the next head"
+        )
+        self._restart(n, waits_for_machine=True)
 
     def _lose(self, n: int) -> None:
         """Remove a server from the table, and place its experts on other servers."""
@@ -428,10 +455,13 @@ class EdgeHead:
             return False
         return True
 
-    def _restart(self, n: int) -> None:
-        """Restart a server until it serves, and give it its experts back."""
+    def _restart(self, n: int, *, waits_for_machine: bool = False) -> None:
+        """Restart a server until it serves, and give it its experts back.
+
+        Args:
+            waits_for_machine: whether users know that it waits for one.
+        """
         wait, most = RESTART_S
-        waits_for_machine = False
         port = self._ports[n]  # the same port for its users, if it is still free
         while not self._closing.is_set():
             settings = replace(self._settings[n], held=self._table.home(n), port=port)

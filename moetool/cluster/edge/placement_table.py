@@ -14,7 +14,8 @@ class PlacementTable:
     """Live servers and their experts. Methods may be called from any thread; none waits for a server.
 
     An expert is *at home* on the servers of the current placement, and *adopted* by one that holds it for a missing
-    one.
+    one. A server that is leaving counts as missing, but is told of placements and called for experts that no other
+    holds.
 
     Args:
         home: each server's experts in the plan.
@@ -29,6 +30,7 @@ class PlacementTable:
         self._held: list[set[Place]] = [set() for _ in home]
         self._home: list[set[Place]] = [set(own) for own in home]
         self._adopted: set[tuple[int, Place]] = set()
+        self._leaving: dict[int, tuple[tuple[str, int], frozenset[Place]]] = {}  # address and experts
         self._changed: dict[Place, int] = {}  # version of the last change of its servers
         self._holders = ExpertLocations(
             version=0, servers_LE=tuple(((),) * num for num in num_experts_L), peers=(None,) * len(home)
@@ -57,13 +59,17 @@ class PlacementTable:
                 for n, held in enumerate(self._held):
                     for layer, expert in held:
                         servers_LE[layer][expert].append(n)
+                peers = [None if info is None else info.peer for info in self._infos]
+                for n, (peer, its) in self._leaving.items():
+                    peers[n] = peer
+                    for layer, expert in its:
+                        servers_LE[layer][expert] = servers_LE[layer][expert] or [n]
                 before_LE, version = self._holders.servers_LE, self._holders.version + 1
                 now_LE = tuple(tuple(tuple(servers) for servers in experts) for experts in servers_LE)
                 for layer, expert in self._every:
                     if now_LE[layer][expert] != before_LE[layer][expert]:
                         self._changed[layer, expert] = version
-                peers = tuple(None if info is None else info.peer for info in self._infos)
-                self._holders = ExpertLocations(version=version, servers_LE=now_LE, peers=peers)
+                self._holders = ExpertLocations(version=version, servers_LE=now_LE, peers=tuple(peers))
             return self._holders
 
     def change_since(self, base: int) -> ExpertLocationsUpdate:
@@ -105,8 +111,17 @@ class PlacementTable:
         """Remove a server and its experts."""
         with self._lock:
             self._infos[server] = None
+            self._leaving.pop(server, None)
             self._held[server].clear()
             self._adopted = {(n, at) for n, at in self._adopted if n != server}
+
+    def leave(self, server: int) -> None:
+        """Remove a running server as `lost`, but have it called for experts that no other holds, until it is lost."""
+        with self._lock:
+            info, held = self._infos[server], frozenset(self._held[server])
+            self.lost(server)
+            if info is not None:
+                self._leaving[server] = info.peer, held
 
     def moved_in(self, server: int, at: Place) -> None:
         """Add an expert to a server in a new placement."""

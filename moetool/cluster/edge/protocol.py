@@ -31,6 +31,7 @@ class WorkerInfo:
         held: (layer, expert) that it holds.
         slots: most experts that it can hold.
         version: version of its expert placement; -1: none received.
+        leaving: whether it accepts no more requests, and ends once its head has had its experts placed elsewhere.
     """
 
     server: int
@@ -39,6 +40,7 @@ class WorkerInfo:
     held: tuple[tuple[int, int], ...]
     slots: int
     version: int = -1
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,8 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         """Check that it serves. Raises: MoetoolError: it no longer can."""
-        if not self._server.serves(_READY_S) or self._engine.state == "failed":
+        serves = self._server.draining or self._server.serves(_READY_S)
+        if not serves or self._engine.state == "failed":
             raise MoetoolError(f"server {self._settings.server} does not serve (its engine: {self._engine.state})")
         return WorkerInfo(
             server=self._settings.server,
@@ -164,6 +165,7 @@ class Worker:
             held=self._experts.held,
             slots=self._experts.holding.capacity,
             version=self._experts.version,
+            leaving=self._server.draining,
         )
 
     def stats(self) -> WorkerStats:
@@ -174,7 +176,7 @@ class Worker:
 
     def drain(self) -> None:
         """Accept no more requests and finish running ones; still compute experts for others."""
-        self._server.stop(within_s=self._settings.limits.drain_timeout_s + 10.0)
+        self._server.drain(self._settings.limits.drain_timeout_s + 10.0)
 
     def close(self) -> None:
         """End the server; running requests end with an error."""

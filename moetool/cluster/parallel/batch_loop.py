@@ -219,6 +219,8 @@ class BatchLoop:
             case "alive" | "holds" | "formed" as kind:
                 if self.ranks.heard(gpu, kind, generation) and self.state == "starting":
                     self.state = "ready"
+            case "leaving":
+                self.ranks.leave(gpu)
             case "broken" if generation == self.ranks.generation:
                 _LOG.warning("GPU %d: %s", gpu, message.get("reason"))
                 self._form()
@@ -236,7 +238,7 @@ class BatchLoop:
         """Begin what can begin now: a generation, a decision or a batch."""
         if self.state == "ready" and self.ranks.gone:
             raise MoetoolError("all ranks have ended, and none of them can be restarted")
-        if self.state == "starting" and len(self.ranks.there) == len(self._cluster.gpus) and not self.ranks.members:
+        if self.state == "starting" and len(self.ranks.ranks) == len(self._cluster.gpus) and not self.ranks.members:
             self._form()
         if self.state == "starting" or not self.ranks.whole or self.began is not None:
             # A queue that fills the next batch is decided at once; a shorter one gets time to fill.
@@ -249,7 +251,7 @@ class BatchLoop:
                 self._end_for_joins()
             return
         back = self.ranks.there != self.ranks.members
-        if back and not self.requests.running:  # a rank has returned while no request runs
+        if back and not self.requests.running:  # a rank has returned or is leaving, and no request runs
             self._form()
         elif self.requests.running or (self.requests.pending and self._is_due()):
             if not self.placing.control.looks_ahead:
@@ -275,7 +277,7 @@ class BatchLoop:
         if self._ending or not self.requests.pending or self.began is None:
             return
         if self.ranks.there != self.ranks.members:
-            return  # a rank has returned and rejoins when the running requests have ended
+            return  # a rank rejoins or leaves when the running requests have ended
         asked = self.placing.deciding
         if asked is not None and time.monotonic() - asked <= self.patience_s:
             return

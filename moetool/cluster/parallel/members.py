@@ -45,6 +45,9 @@ class Launcher(Protocol):
     def kill(self, gpu: int) -> None:
         """End a rank's process at once."""
 
+    def release(self, gpu: int) -> None:
+        """End a drained rank, and start none in its place until its machine has joined again."""
+
     def close(self) -> None:
         """End all."""
 
@@ -74,7 +77,8 @@ class Members:
     A generation begins with an order (`call`) to all live ranks. Each reports that it is alive; that it holds its
     experts; and, after all do and are told to join, that it has joined. A silent rank is ended. A lost rank is
     restarted and waits for the next call. If it ends before its hello, or cannot start, it is retried, five times in
-    all. A rank without a machine waits for one.
+    all. A rank without a machine waits for one. A rank that is leaving (SIGTERM) is not called; it is released once the
+    others are complete, and waits for its machine to join again.
 
     Args:
         post: puts an event into the head's queue.
@@ -108,14 +112,15 @@ class Members:
         self._served: frozenset[int] = frozenset()  # members of the last generation that was whole
         self._tries: dict[int, int] = {}  # failed starts of ranks that are being restarted
         self.starting: set[int] = set()
+        self._leaving: set[int] = set()
         self._without_machine: set[int] = set()  # restarting ranks without a machine
         self._deadline: float | None = None
         self._over = threading.Event()
 
     @property
     def there(self) -> list[int]:
-        """Live ranks, in this generation or not."""
-        return sorted(self.ranks)
+        """Live ranks that are not leaving, in this generation or not."""
+        return sorted(self.ranks.keys() - self._leaving)
 
     @property
     def gone(self) -> bool:
@@ -140,9 +145,18 @@ class Members:
     def lose(self, gpu: int) -> bool:
         """Record that a rank has ended, and restart it. Returns whether it was a member."""
         del self.ranks[gpu]
-        self._narrate(f"rank {self._names[gpu]} left, {len(self.ranks)} of {self._num_gpus} remain; restarting it")
+        then = "restarting it"
+        if gpu in self._leaving:
+            self._without_machine.add(gpu)
+            then = "it returns when its machine joins again, or with the next head"
+        self._narrate(f"rank {self._names[gpu]} left, {len(self.ranks)} of {self._num_gpus} remain; {then}")
         self._start_again(gpu)
         return gpu in self.members
+
+    def leave(self, gpu: int) -> None:
+        """Record that a rank is leaving: it is not called again."""
+        self._leaving.add(gpu)
+        self._narrate(f"rank {self._names[gpu]} is leaving, once the running requests have ended")
 
     def died(self, gpu: int) -> None:
         """Record that a process has ended, perhaps before its hello."""
@@ -159,6 +173,7 @@ class Members:
         """
         self.members, self.whole, self._deadline = self.there, False, None
         if not self.members:
+            self._let_go()
             return
         self.generation += 1
         self._deadline = monotonic() + _ALIVE_S
@@ -189,6 +204,7 @@ class Members:
         elif self._served and len(self.members) < len(self._served):
             self._narrate(f"{len(self.members)} of {self._num_gpus} ranks serve, with all experts")
         self._served = frozenset(self.members)
+        self._let_go()
         return True
 
     def end_silent(self) -> None:
@@ -223,8 +239,12 @@ class Members:
     def dismiss(self) -> None:
         """End all ranks without restarts."""
         self._over.set()
-        for gpu in self.there:
+        for gpu in self.ranks:
             self.send(gpu, {"kind": "stop"})
+
+    def _let_go(self) -> None:
+        for gpu in self._leaving & self.ranks.keys():
+            threading.Thread(target=self._launcher.release, args=(gpu,), name=f"release-{gpu}", daemon=True).start()
 
     def _start_again(self, gpu: int) -> None:
         tries = self._tries.pop(gpu, 0)
@@ -237,6 +257,9 @@ class Members:
         threading.Thread(target=self._restart, args=(gpu, wait_s), name=f"restart-{gpu}", daemon=True).start()
 
     def _restart(self, gpu: int, wait_s: float) -> None:
+        if gpu in self._leaving:
+            self._launcher.release(gpu)  # if it ended before it was let go
+            self._leaving.discard(gpu)
         while not self._over.wait(wait_s):
             try:
                 self._launcher.restart(gpu)

@@ -161,6 +161,11 @@ class Rank:
         """Wait until the rank is built, for `Workers.call`."""
         return True
 
+    def drain(self) -> None:
+        """Ask the head to finish this rank's requests and to form a generation without it."""
+        with contextlib.suppress(LinkError):  # a rank without a head ends
+            self._say({"kind": "leaving"})
+
     def close(self) -> None:
         """End the threads and free the memory."""
         self._head.close()

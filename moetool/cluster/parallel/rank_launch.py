@@ -60,6 +60,11 @@ class RankProcesses:
         if self._workers is not None:
             self._workers.kill(gpu)
 
+    def release(self, gpu: int) -> None:
+        """End a drained rank, and start none in its place until its machine has joined again."""
+        if self._workers is not None:
+            self._workers.release(gpu)
+
     def pid(self, gpu: int) -> int:
         """Return the process id of a rank, on its own machine."""
         assert self._workers is not None

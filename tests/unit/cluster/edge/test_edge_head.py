@@ -42,7 +42,9 @@ class _Worker:
         self.held = set(settings.held)
         self.holders: list[ExpertLocations] = []
         self.changes: list[ExpertLocationsUpdate] = []
-        self.hangs = False
+        self.hangs = self.leaving = False
+        self.idle = threading.Event()
+        self.idle.set()
 
     def info(self) -> WorkerInfo:
         held = tuple(sorted(self.held))
@@ -55,6 +57,7 @@ class _Worker:
             held=held,
             slots=self.slots,
             version=version,
+            leaving=self.leaving,
         )
 
     def stats(self) -> str:
@@ -96,7 +99,8 @@ class _Worker:
     def drop(self, layer: int, expert: int) -> None:
         self.held.discard((layer, expert))
 
-    def drain(self) -> None: ...
+    def drain(self) -> None:
+        self.idle.wait(20)
 
 
 class _Processes:
@@ -147,6 +151,10 @@ class _Processes:
 
     def kill(self, n: int) -> None:
         self.killed.append(n)
+        self.workers[n] = None
+
+    def release(self, n: int) -> None:
+        self.late.add(n)
         self.workers[n] = None
 
     def die(self, n: int) -> None:
@@ -303,6 +311,37 @@ def test_a_server_that_goes_is_replaced_and_comes_back(start: Callable[..., _Clu
     assert cluster.processes[0].port == 5000  # where its users know it
     eventually(lambda: any("s0 is back on http://127.0.0.1:5000/v1 with 4 experts" in line for line in cluster.lines))
     assert any("4 experts without a server are placed on other servers" in line for line in cluster.lines)
+
+
+def test_a_server_that_leaves_is_replaced_before_it_ends_and_stays_away(start: Callable[..., _Cluster]) -> None:
+    own = {(0, 0), (0, 1), (1, 0)}
+    cluster = start([own, HALVES[1] | {(1, 1)}, HALVES[2]], 3)  # there is room for one of its experts
+    leaving, others = cluster.processes[0], (cluster.processes[1], cluster.processes[2])
+    leaving.idle.clear()
+    leaving.leaving = True
+    eventually(lambda: any("2 experts are unplaced" in line for line in cluster.lines))
+    assert cluster.covered() == ALL and cluster.head.infos()[0] is None  # no scheduler plans with it
+    with refused(MoetoolError, "s0"):
+        cluster.head.adopt(0, 0, 2, -1)
+    for worker in (*others, leaving):  # which has users of its own for now
+        holders = worker.holders[-1]
+        called = {(i, e) for i in range(2) for e in range(4) if 0 in holders.servers_LE[i][e]}
+        assert called == leaving.held - others[0].held - others[1].held and len(called) == 2
+        assert holders.peers[0] == ("127.0.0.1", 0)
+    assert not any("has left" in line for line in cluster.lines)
+    leaving.idle.set()
+    left = "server s0 has left; it returns when its machine joins again, or with the next head"
+    eventually(lambda: left in cluster.lines)
+    eventually(cluster.agree)
+    assert not cluster.processes.killed and cluster.processes.workers[0] is None
+    cluster.processes.late.clear()
+    eventually(lambda: cluster.processes.workers[0] is not None and cluster.processes[0].held == own)
+    eventually(cluster.agree)
+    assert [line for line in cluster.lines if "s0" in line] == [
+        "server s0 is leaving: it finishes its requests and accepts no new ones",
+        left,
+        "server s0 is back on http://127.0.0.1:5000/v1 with 3 experts",
+    ]
 
 
 def test_replicas_make_room_and_come_back(start: Callable[..., _Cluster]) -> None:

@@ -36,6 +36,7 @@ class Launched:
 
     def __init__(self, fail: int = 0) -> None:
         self.restarted: list[int] = []
+        self.released: list[int] = []
         self.fail = fail
 
     def launch(self, arguments: Sequence[Mapping[str, Any]], on_death: Callable[[int], None]) -> None:
@@ -48,6 +49,9 @@ class Launched:
 
     def kill(self, gpu: int) -> None:
         pass
+
+    def release(self, gpu: int) -> None:
+        self.released.append(gpu)
 
     def close(self) -> None:
         pass
@@ -402,6 +406,52 @@ def test_ranks_that_go_and_come_are_narrated() -> None:
     ranks.greet(1, Told(), ("", 0))
     form(0, 1)
     assert said[2:] == ["rank court is back; 2 of 2 ranks serve"]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("ends_at_once", [False, True])
+def test_a_rank_that_leaves_finishes_its_requests_first(ends_at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    head, channels = open_head(narrate=said.append)
+    batches, ranks, launched = head.loop, head.loop.ranks, head.launcher
+    assert isinstance(launched, Launched)
+
+    def restart(gpu: int) -> None:
+        assert gpu in launched.released
+        raise CapacityError("no machine")
+
+    monkeypatch.setattr(launched, "restart", restart)
+    outputs, waits = submit(head), _waits(head)
+    batches.advance()
+    running = batches.requests.running[0]
+    leaving, other = running.gpu, 1 - running.gpu
+    say(head, channels, leaving, {"kind": "leaving"})
+    batches.requests.admit(waits)
+    batches.advance()
+    assert ranks.generation == 1 and list(batches.requests.pending) == [waits] and not launched.released
+    if ends_at_once:
+        batches.step("gone", (leaving, channels[leaving]))
+        assert running.retries == 1
+    else:
+        last = {"request": 0, "token": 1, "finish": "length"}
+        say(head, channels, leaving, {"kind": "tokens", "outputs": [last]})
+        for gpu in (0, 1):
+            say(head, channels, gpu, done(1, 0))
+        batches.advance()
+        assert outputs[-1].finish == "length" and not running.retries
+    assert ranks.members == [other] and ranks.generation == 2
+    form(head, channels)
+    eventually(lambda: leaving in launched.released)
+    if not ends_at_once:
+        batches.step("gone", (leaving, channels[leaving]))
+    batches.advance()
+    served = running if ends_at_once else waits
+    assert served.gpu == other and batches.failures == ends_at_once and head.state == "ready"
+    left = "1 of 2 remain; it returns when its machine joins again, or with the next head"
+    expected = [f"rank {leaving} is leaving, once the running requests have ended"]
+    expected += ["1 of 2 ranks serve, with all experts", f"rank {leaving} left, {left}"]
+    assert sorted(said) == sorted(expected)
+    ranks.dismiss()
 
 
 @pytest.mark.usefixtures("quick")
