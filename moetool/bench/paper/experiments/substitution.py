@@ -1,13 +1,12 @@
 """Loss of text quality from substituted experts: SMoE's Table IV, with cross-entropy instead of accuracy."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from moetool.base.tables import percent
 from moetool.bench.experiment_figure import Curve, ExperimentResult
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
-from moetool.measuring.alpha import AlphaOptions, plan_alpha
+from moetool.measuring.alpha import AlphaOptions, AlphaPoint, plan_alpha
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather
 from moetool.runtime.budget import divide_with_slots
@@ -49,8 +48,8 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
     curves: dict[str, list[Curve]] = {}
     for seed in bench.seeds:
         mine = texts[seed :: len(bench.seeds)]
-        make = partial(plan_alpha, checkpoint, mine, budget, _ANY_S, serve=serve, options=chosen)
-        _, points = bench.once(f"alphas {options.data} {chosen} {seed}", make)
+        points: list[AlphaPoint] = []
+        plan_alpha(checkpoint, mine, budget, _ANY_S, serve=serve, options=chosen, on_points=points.extend)
         for point in points:
             values.setdefault(f"alpha {point.alpha:g}", []).append(point.nats)
         alphas = tuple(point.alpha for point in points)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from moetool.base.config import parse
 from moetool.base.errors import UsageError
@@ -27,11 +29,15 @@ from moetool.bench.paper.experiments import (
     predictor_cost,
     routing_drift,
     score_ranks,
+    substitution,
 )
 from moetool.bench.paper.experiments import predictor_accuracy as predictors
 from moetool.bench.paper.verdict import CannotTestError, Check
-from moetool.bench.paper.workbench import Workbench
+from moetool.bench.paper.workbench import MODEL, Workbench
 from moetool.costing.machines import read_named_model
+from moetool.measuring.alpha import AlphaOptions
+from moetool.models.checkpoint import Checkpoint
+from moetool.prompts import gather
 from moetool.prompts.gather import Prompt
 from moetool.trace.reader import Trace
 from tests.refusals import refused
@@ -299,6 +305,30 @@ def test_a_replica_of_the_model_predicts_queued_requests(tmp_path: Path, given: 
             Workbench(sizes=sizes, machine=LOADS_ALONE, work=tmp_path, given=given),
             expert_parallel.Options(data=(), **common),
         )
+
+
+def test_a_text_without_substitution_loses_as_in_the_plain_model(tmp_path: Path, given: dict[str, Path]) -> None:
+    sizes = Sizes(seeds=2, texts=1)
+    options = substitution.Options(data=("code",))
+    found = substitution.run(Workbench(sizes=sizes, machine=LOADS_ALONE, work=tmp_path), options)
+    assert list(found.values) == ["alpha 0", "alpha 0.35", "alpha 0.6"] and found.traces == 2
+    for seed, nats in enumerate(found.values["alpha 0"]):
+        assert nats == pytest.approx(_plain_nats(seed), rel=1e-4)
+    with refused(CannotTestError, "texts"):
+        substitution.run(_bench(tmp_path, given), options)
+
+
+def _plain_nats(seed: int) -> float:
+    """Cross-entropy of the first text of a seed by transformers, without its first tokens."""
+    prompts = list(gather.load(["code"]))[seed::2]
+    with Checkpoint.open(MODEL) as checkpoint:
+        texts = [checkpoint.tokenizer(f"{p.text} {p.answer or ''}")["input_ids"] for p in prompts]
+        model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32)
+    ids_1T = torch.tensor([next(ids[:48] for ids in texts if len(ids) >= 48)])
+    known = AlphaOptions().known
+    with torch.inference_mode():
+        logits_TV = model(ids_1T).logits[0, known:-1]
+    return float(torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, known + 1 :]))
 
 
 @pytest.mark.parametrize("composition", ["mixed", "one task", "drift"])
