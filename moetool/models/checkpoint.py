@@ -40,6 +40,7 @@ from moetool.models.packed_linear import estimate_packed_linears, find_packed_li
 from moetool.models.shards import Shards
 from moetool.models.stored_embedding import embeddings_to_store, lookup_tables, readable_rows
 from moetool.models.tied_weights import untie_stored
+from moetool.models.transformers_internals import wide_parameters
 from moetool.models.weight_index import WeightIndex, index_weights
 from moetool.models.weights.format import StoredWeight
 from moetool.models.weights.quantization_config import Quantization, quantization_of
@@ -266,14 +267,23 @@ class Checkpoint:
         return packed + (elements - rows) * dtype.itemsize
 
     def _dense_parts(self, dtype: torch.dtype, device: str, products: bool) -> tuple[int, int, int]:
-        """Bytes of packed weights, elements of the others, and most elements that are unpacked at once."""
-        excluded = self.stored_elements(dtype, device)
-        packed = unpacked = 0
+        """Bytes of weights of types of their own, elements of the others, and most elements that are unpacked at once.
+
+        Packed weights and those that the family keeps in float32 have types of their own.
+        """
+        wide = self._wide_elements(dtype)
+        packed, excluded, unpacked = wide * torch.float32.itemsize, wide + self.stored_elements(dtype, device), 0
         for linear, num_bytes in self._packed_bytes(dtype).items() if device == "cpu" and products else ():
             elements = self.skeleton.get_submodule(linear).weight.numel()
             packed, excluded = packed + num_bytes, excluded + elements
             unpacked = max(unpacked, unpacked_at_once(elements))
         return packed, self._dense_elements - excluded, unpacked
+
+    def _wide_elements(self, dtype: torch.dtype) -> int:
+        """Dense elements that the family keeps in float32, such as routers."""
+        parts, experts = wide_parameters(self.skeleton, dtype), offloaded(self.layers)
+        dense = ((name, p) for name, p in self.skeleton.named_parameters() if name not in experts)
+        return sum(p.numel() for name, p in dense if any(part in name for part in parts))
 
     def _packed_bytes(self, dtype: torch.dtype) -> dict[str, int]:
         """Bytes of the weights of `packed_linears`, or an estimate from the config alone."""

@@ -58,9 +58,8 @@ def test_rows_are_those_in_memory(family: str, dtype: torch.dtype, tmp_path: Pat
     assert torch.equal(rows(tokens), whole(tokens))
     assert rows(tokens[:, :0]).shape == (2, 0, rows.embedding_dim)
     assert checkpoint.dense_bytes(dtype, "cuda") - checkpoint.dense_bytes(dtype) == whole.weight.nbytes
-    if family != "gpt_oss":  # its sinks stay in float32
-        resident = sum(weight.nbytes for weight in loaded.model.parameters() if not weight.is_meta)
-        assert resident == checkpoint.dense_bytes(dtype)
+    resident = sum(weight.nbytes for weight in loaded.model.parameters() if not weight.is_meta)
+    assert resident == checkpoint.dense_bytes(dtype)
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "glm4moe"])

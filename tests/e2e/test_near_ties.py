@@ -28,8 +28,11 @@ WIDE = {
     **{"hidden_size": 256, "head_dim": 32, "moe_intermediate_size": 64, "num_hidden_layers": 4},
     **{"num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True},
 }
-NEAR = 0.06
-"""Bound of the distance of log-probabilities with the same routes; transformers' eager and sdpa reach 0.037."""
+NEAR = 0.07
+"""Bound of the distance of log-probabilities with the same routes; transformers' eager and sdpa reach 0.044.
+
+moetool reaches 0.057 with transformers 5.23 and 0.061 with 5.24, where deepseek_v3's router stays in float32.
+"""
 TIE = {"deepseek_v3": 0.008, "qwen3_moe": 0.004}
 """Bound of the gap of scores at a near tie, twice the largest found for 100 prompts of two models.
 
