@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moetool.base.errors import MoetoolError, UsageError, first_line
+from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.config_model import ConfigModel
 from moetool.models.shape import shape_of
@@ -145,7 +145,13 @@ def capture_remote(
             files[-1].write_text("\n".join(lines) + "\n", encoding="utf-8")
         settings = {"model": str(checkpoint.path)}
         name = f"{engine}_routed_experts"
-        return import_trace(files, name, out, settings=settings, find_model=shape_of, overwrite=overwrite)
+        try:
+            return import_trace(files, name, out, settings=settings, find_model=shape_of, overwrite=overwrite)
+        except MismatchError as error:  # in terms of files that are gone, with advice on them
+            found = re.sub(r"^.*/(.+)\.jsonl, \w+ \d+", r"an answer to \1", str(error).partition("; ")[0])
+            raise MismatchError(
+                f"{server.url}: {found}; MODEL must be the one that the server runs, found {checkpoint.path}"
+            ) from None
 
 
 def _served(server: RemoteServer) -> str:

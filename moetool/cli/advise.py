@@ -12,6 +12,7 @@ import typer
 from moetool.base import assets, durable, tables
 from moetool.base.config import parse_bytes, parse_seconds
 from moetool.base.errors import UsageError
+from moetool.base.families import known
 from moetool.cli.flags import Json, Overwrite, listed, require_policies
 
 
@@ -106,10 +107,14 @@ def _next(source: Any, path: str, advice: Any) -> Iterator[tuple[str, str]]:
 def _model_options(source: Any) -> str | None:
     """Options of `plan cache` for the trace's model, which may be here or have a shape in the package; else None."""
     facts, name = source.manifest["provenance"], source.spec.name.rpartition("/")[2].lower()
-    imported = "imported" in facts
-    model = str((facts["imported"].get("settings", {}) if imported else facts).get("model", ""))
-    if model == "reference" or (model and Path(model).exists()):
-        return f" --model {shlex.quote(model)} --config-only" if imported else ""
+    if "imported" in facts:
+        model = str(facts["imported"].get("settings", {}).get("model", ""))
+        family = known(source.spec.name.partition(":")[0])  # a model of another one may be traced, but not run
+        runs = family is not None and not family.refused and (Path(model) / "config.json").is_file()
+        if model == "reference" or runs:
+            return f" --model {shlex.quote(model)} --config-only"
+    elif facts.get("model") == "reference" or (facts.get("model") and Path(facts["model"]).exists()):
+        return ""
     for shape in sorted(assets.path("recipes", "shapes").glob("*/config.json")):
         top_k = json.loads(shape.read_bytes())["num_experts_per_tok"]  # some routes keep fewer than the model's
         if name.startswith(shape.parent.name) and set(source.spec.top_k_L) == {top_k}:

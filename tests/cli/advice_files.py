@@ -178,6 +178,19 @@ def unknown_family(folder: Path, **changed: Any) -> None:
     (folder / "m" / "config.json").write_text(json.dumps({**numbers, **more, **changed}))
 
 
+def of_a_config(folder: Path) -> None:
+    """A trace of a model that cannot run."""
+    unknown_family(folder)
+    import_trace([folder / "r.jsonl"], None, folder / "t", settings={"model": str(folder / "m")}, find_model=shape_of)
+
+
+def of_a_trace(folder: Path) -> None:
+    """A trace that takes its model from another one."""
+    of_a_config(folder)
+    (folder / "t").rename(folder / "first")
+    import_trace([folder / "r.jsonl"], None, folder / "t", settings={"model": str(folder / "first")})
+
+
 def unsupported(folder: Path) -> None:
     unknown_family(folder, model_type="doge")
 

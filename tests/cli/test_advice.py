@@ -84,6 +84,8 @@ _SUGGESTED = {
     "counts": (advice_files.imported_counts, {"advise", "plan placement"}),
     "another program's": (advice_files.unsized, {"report", "replay", "plan placement"}),
     "another program's, of a model": (advice_files.of_a_model, {"report", "plan cache", "plan placement"}),
+    "an engine's, of a family that cannot run": (advice_files.of_a_config, {"report", "replay", "plan placement"}),
+    "of another trace's model": (advice_files.of_a_trace, {"report", "replay", "plan placement"}),
     "one captured request": (None, {"report", "replay", "plan placement"}),
 }
 

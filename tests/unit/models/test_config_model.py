@@ -259,6 +259,17 @@ def test_a_server_of_an_unknown_family_is_captured(kind: str, tmp_path: Path) ->
     assert (rows.experts_TS.reshape(-1, LAYERS, TOP_K) == routes(ids)).all()
 
 
+@pytest.mark.parametrize(("kind", "fact"), [("vllm", LAYERS), ("sglang", "bytes")])
+def test_a_server_of_another_model_is_refused_in_terms_of_its_answers(kind: str, fact: object, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(assets.path("data", "reference-moe"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    model = open_shape(str(_renamed(folder, num_hidden_layers=9)))
+    prompts = [Prompt(dataset="d", task="t", prompt_id="0", text="Hello there")]
+    with engine(kind) as url, refused(MismatchError, url, "answer to d t", fact, "MODEL", folder) as error:
+        capture_remote(RemoteServer(url=url), model, prompts, tmp_path / "t", max_new_tokens=NEW)
+    assert "--set" not in str(error.value) and ".jsonl" not in str(error.value)
+
+
 def test_a_tokenizer_of_code_alone_is_refused(tmp_path: Path) -> None:
     _write(tmp_path, KIMI_K3)
     model = open_shape(str(tmp_path))
