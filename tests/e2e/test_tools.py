@@ -3,16 +3,20 @@
 import json
 import re
 from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from moetool.prompts.gather import gather
 from moetool.serving.server_options import ServerOptions
 from tests.refusals import refused
 from tests.scripted_engine import ScriptedEngine
 from tests.servers import client_of, connect, get, post, serving, serving_reference
 
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "chat_templates"
 TEMPLATE = """{% if tools %}<|system|>
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}
@@ -99,6 +103,44 @@ def test_results_go_through_the_template(scripted: tuple[ScriptedEngine, str]) -
     assert "<|tool|>12:00" in text["prompt"] and '"weather"' in text["prompt"]
     done = client_of(url).chat.completions.create(**{**ANSWER, "messages": messages}, tools=TOOLS)
     assert done.usage and done.usage.prompt_tokens == made["count"]
+
+
+_TURN = {
+    "qwen3_coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>\n<tool_call>\n<function=weather>\n"
+    "<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call><|im_end|>",
+    "glm_4_6": "<tool_call>now\n</tool_call>\n<tool_call>weather\n<arg_key>city</arg_key>\n"
+    "<arg_value>Köln</arg_value>\n</tool_call><|observation|>",
+    "mistral_small_3_2": "[TOOL_CALLS]now[CALL_ID]callNow01[ARGS]{}"
+    '[TOOL_CALLS]weather[CALL_ID]callRain2[ARGS]{"city": "Köln"}',
+    "gpt_oss": "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
+    '<|start|>functions.now to=assistant<|channel|>commentary<|message|>"12:00"<|end|>'
+    "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>",
+}
+"""Two calls in one turn, as published templates show them."""
+
+
+@pytest.mark.parametrize("name", _TURN)
+def test_published_templates_show_what_agents_send(name: str, tmp_path: Path) -> None:
+    engine = ScriptedEngine(max_context=2000)
+    engine.tokenizer.chat_template = (GOLDEN / f"{name}.jinja").read_text()
+    rain = {"id": "callRain2", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
+    with serving(engine) as (url, _):
+        for arguments, said in product(
+            ({"arguments": text} for text in ("{}", "", " \n", "null", None)), ({"content": None}, {"content": ""}, {})
+        ):
+            now = {"id": "callNow01", "type": "function", "function": {"name": "now", **arguments}}
+            messages = [
+                *ASK,
+                {"role": "assistant", "tool_calls": [now, rain], **said},
+                {"role": "tool", "tool_call_id": "callNow01", "content": "12:00"},
+                {"role": "tool", "tool_call_id": "callRain2", "content": "wet"},
+            ]
+            status, served = post(url, "/tokenize", {"model": "reference", "messages": messages})
+            assert status == 200, served
+            assert _TURN[name] in engine.tokenizer.decode(served["tokens"]), (arguments, said)
+            (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
+            (prompt,) = gather([str(tmp_path / "chat.jsonl")]).prompts
+            assert prompt.token_ids(engine.tokenizer, engine.vocab_size) == served["tokens"]
 
 
 def test_a_template_without_tools_refuses_them() -> None:
