@@ -39,6 +39,23 @@ def start_line() -> Iterator[None]:
         _spoken.set()
 
 
+@contextlib.contextmanager
+def line_if_slow(line: str) -> Iterator[None]:
+    """Narrate a line if the work takes longer than two seconds."""
+
+    def say() -> None:
+        with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+            narrate(line)
+
+    timer = threading.Timer(START_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def print_json(value: Any) -> None:
     """Print one JSON document on stdout."""
     _spoken.set()

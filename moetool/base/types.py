@@ -181,17 +181,21 @@ class ModelSpec:
         """
 
         def facts(spec: ModelSpec) -> dict[str, int]:
-            by_layer = {name: getattr(spec, name) for name in ("layer_ids_L", "num_experts_L", "top_k_L")}
-            numbered = {f"{name}.{i}": n for name, values_L in by_layer.items() for i, n in enumerate(values_L)}
-            known = {"hidden_size": spec.hidden_size} if spec.hidden_size else {}
-            return {"num_moe_layers": spec.num_layers, **numbered, **known}
+            by_layer = {
+                "layer {} as MoE layer": spec.layer_ids_L,
+                "{} experts in MoE layer": spec.num_experts_L,
+                "top-{} in MoE layer": spec.top_k_L,
+            }
+            numbered = {f"{fact} {i}": n for fact, values_L in by_layer.items() for i, n in enumerate(values_L)}
+            known = {"a hidden size of {}": spec.hidden_size} if spec.hidden_size else {}
+            return {"{} MoE layers": spec.num_layers, **numbered, **known}
 
         ours = facts(self)
-        for name, found in facts(other).items():
-            if ours.get(name, found) != found:
+        for fact, found in facts(other).items():
+            if ours.get(fact, found) != found:
                 raise MismatchError(
-                    f"{theirs} has {name} {found}, but {mine} is of {self.name} with {ours[name]}; give --model the "
-                    f"model of {mine}"
+                    f"{theirs} has {fact.format(found)}, but {mine} is of {self.name} with {ours[fact]}; give --model "
+                    f"the model of {mine}"
                 )
 
 

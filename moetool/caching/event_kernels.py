@@ -17,9 +17,11 @@ import numba
 import numpy as np
 from numba import carray
 
+from moetool.base.tables import line_if_slow
 from moetool.caching import split_kernels as splits
 from moetool.prediction import token_kernels as tokens
 from moetool.prediction.token_kernels import pointer
+from moetool.prediction.token_memory import COMPILING
 
 LRU, LFU, FORGETFUL_LFU, LFRU = map(np.int64, range(4))
 """Policies without a memory: values of KIND."""
@@ -621,6 +623,7 @@ and its code is not compiled). `run` runs the events of some layers and returns 
 events, `place` gives an expert a free slot and returns it, and `give_up` evicts an expert (-1: the policy's choice)."""
 
 
+@line_if_slow(COMPILING)
 def compile_for(memory: np.ndarray | None, split: np.ndarray | None) -> None:
-    """Compile `run` for a policy, so that no request waits for it."""
+    """Compile `run` for a policy, so that no request waits for it; say so if it takes long."""
     run.compile(tuple(numba.typeof(table) for table in (np.zeros(1, np.int64), memory, split)))

@@ -4,8 +4,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+from torch import Tensor
 
 from moetool.base.errors import MoetoolError
 from moetool.base.json_files import JsonRecord
@@ -15,6 +17,7 @@ from moetool.capture.batch_writer import BatchWriter
 from moetool.capture.decode_width import PROBE_STEPS, DecodeWidth
 from moetool.capture.job import CapturePlan, Item, row_bytes
 from moetool.models.loading import LoadedModel
+from moetool.models.router_hooks import watch
 from moetool.runtime.decoding import Batch
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.loop.batching import Batcher
@@ -79,7 +82,7 @@ class BatchRun:
 
     Args:
         writer: receives the rows; None records nothing.
-        on_progress: called after each forward.
+        on_progress: called after each forward, and after each layer of the first.
 
     Attributes:
         prompts: prompts of the finished batches.
@@ -123,9 +126,13 @@ class BatchRun:
             if writer is None
             else GateRecorder(loaded.model, loaded.layers, options.keep, options.ahead, resident=options.resident)
         )
+        # The first forward may read every expert, which takes a while.
+        shown = loaded.layers[1:] if on_progress is not None else []
+        self._first_layers = [watch(layer, partial(self._on_layer, layer.index)) for layer in shown]
 
     def close(self) -> None:
         """Restore the model."""
+        self._unwatch_layers()
         if self._recorder is not None:
             self._recorder.close()
         self._batcher.close()
@@ -213,8 +220,20 @@ class BatchRun:
             waiting.popleft()
         return before - len(waiting)
 
+    def _on_layer(self, index: int, experts: Tensor, weights: Tensor) -> None:
+        """Report the share of a forward that this many layers are."""
+        assert self._batch is not None and self._on_progress is not None
+        tokens = len(self._batch.token_id_T) * index // len(self._loaded.layers)
+        note = progress_note(tokens, time.perf_counter() - self._began, None)
+        self._on_progress(self._done_tokens + tokens, self._total_tokens, note)
+
+    def _unwatch_layers(self) -> None:
+        while self._first_layers:
+            self._first_layers.pop().remove()
+
     def _report(self, tokens: int) -> None:
         """Count and report tokens of a forward."""
+        self._unwatch_layers()
         self._tokens += tokens
         self._done_tokens += tokens
         if self._on_progress is not None:

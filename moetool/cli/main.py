@@ -5,8 +5,10 @@ Each group of commands is another module of this package.
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -246,9 +248,12 @@ def _as_setting(error: Any) -> str:
     unknown = hasattr(error, "possibilities")  # an option without its value is an error with a name, too
     if not unknown or error.ctx is None or not error.option_name.startswith("--"):
         return ""
-    if not any("--set" in option.opts for option in error.ctx.command.params):
-        return ""
-    return f"; a setting is given as --set {error.option_name[2:].replace('-', '_')}=VALUE"
+    name = error.option_name[2:].replace("-", "_")
+    for option in error.ctx.command.params:
+        if "--set" in option.opts:
+            known = re.findall(r"\w+(?:\.\w+)+|\w+_\w+", option.help or "")
+            return f"; a setting is given as --set {next(iter(get_close_matches(name, known, 1, 0.5)), name)}=VALUE"
+    return ""
 
 
 def _run() -> None:

@@ -22,6 +22,7 @@ from struct import Struct
 import numpy as np
 
 from moetool.base.errors import MoetoolError, first_line
+from moetool.base.tables import line_if_slow
 from moetool.base.types import ModelSpec
 
 DISCOUNT = 0.85
@@ -33,6 +34,7 @@ PRIOR = np.float32(3)
 """Weight of past use, as a number of tokens of full weight."""
 RECALL = 0.9
 """Decay of past use per forward."""
+COMPILING = "moetool: compiling cache policies, once per installation: up to a minute"
 _LEAST_WEIGHT = 1e-3
 _VALUED = 2
 """Requests whose values one `value_all` updates, so that its time does not grow with the batch."""
@@ -364,8 +366,9 @@ def memory_bytes(spec: ModelSpec, size: int, num_windows: int = 8) -> int:
 
 
 @cache
+@line_if_slow(COMPILING)
 def compile_loops() -> None:
-    """Compile the loops with numba, once per process, so that no request waits for it.
+    """Compile the loops with numba, once per process, so that no request waits for it; say so if it takes long.
 
     Raises:
         MoetoolError: numba is missing or fails.

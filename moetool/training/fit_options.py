@@ -59,5 +59,5 @@ class FitOptions:
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_within(self, max_epochs=Span(1), batch_size=Span(2), patience=Span(1), max_tokens=Span(2))
-        require_within(self, learning_rate=Span(0, above=True), held_out=Span(0, 0.5, above=True, below=True))
+        require_within(self, "fit.", max_epochs=Span(1), batch_size=Span(2), patience=Span(1), max_tokens=Span(2))
+        require_within(self, "fit.", learning_rate=Span(0, above=True), held_out=Span(0, 0.5, above=True, below=True))

@@ -36,6 +36,7 @@ from moetool import __version__
 from moetool.base import durable, plugins
 from moetool.base.errors import MismatchError, UsageError, first_line, unknown_name
 from moetool.base.types import GateEvent, ModelSpec
+from moetool.training.fit_options import FitOptions
 from moetool.training.predictor_card import CARD, SCHEMA_VERSION, build_within, count_elements, read_card
 from moetool.training.tokens import FIELDS, Tokens
 
@@ -281,7 +282,8 @@ def build(name: str, spec: ModelSpec, options: Mapping[str, Any] | None = None) 
     known = [field.name for field in fields(module.Options)]
     for option in options:
         if option not in known:
-            raise unknown_name(f"option of {name}", option, known)
+            fitting = (f"fit.{field.name}" for field in fields(FitOptions))
+            raise unknown_name(f"option of {name}", option, [*known, *fitting])
     try:
         values = TypeAdapter(module.Options).validate_python(options)
     except ValidationError as error:

@@ -81,6 +81,7 @@ def test_a_wrong_command_line_is_said_in_one_line(run: Run) -> None:
     _, _, err = run("trace", "split", "trace", "--parts", "3")
     assert "--set" not in err  # the command has none
     _one_line(run("replay", "--d-type", "x"), 2, "no such option: --d-type", "as --set d_type=VALUE", "replay --help")
+    _one_line(run("train", "--epochs", "0"), 2, "no such option: --epochs", "as --set fit.max_epochs=VALUE")
     for argument in ("-Z", "--trace"):  # a letter, and an option without its value
         code, out, err = run("replay", argument)
         assert (code, out, len(err.splitlines())) == (2, "", 1) and "=VALUE" not in err
@@ -348,7 +349,7 @@ def test_a_plan_by_the_config_alone(run: Run, short_trace: Path, reference: Path
     assert (one.policy, one.slots, one.spec) == (other.policy, other.slots, other.spec)
     planning += ("--overwrite",)
     _one_line(
-        run(*planning, "--model", "deepseek-v2-lite", "--config-only"), 3, "has num_moe_layers 26, but", "give --model"
+        run(*planning, "--model", "deepseek-v2-lite", "--config-only"), 3, "has 26 MoE layers, but", "give --model"
     )
     _one_line(run(*planning, "--model", config, "--revision", "main"), 2, "is for a name on the hub")
 

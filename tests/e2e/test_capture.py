@@ -78,6 +78,18 @@ def test_a_trace_has_the_prefill_and_decode_of_every_prompt(tmp_path: Path, full
         assert np.allclose(embeddings[request, 1], table[answer[len(ids)]].detach().numpy(), atol=1e-3)
 
 
+def test_the_first_forward_is_reported_by_layer(tmp_path: Path) -> None:
+    """It may read every expert, and prompts are long: its end is no time for the first sign of a rate."""
+    done: list[tuple[int, int, str]] = []
+    options = CaptureOptions(dtype="float32", max_new_tokens=3)
+    setup = RunSetup(on_progress=lambda *now: done.append(now))
+    made = capture_with_options("reference", _prompts(1), tmp_path / "t", options, setup)
+    layers = Trace(tmp_path / "t").spec.num_layers
+    shares = [made.prompt_tokens * layer // layers for layer in range(1, layers + 1)]
+    assert [now for now, _, _ in done] == [*shares, made.tokens - 1, made.tokens]
+    assert all("tokens/s" in note for _, _, note in done)
+
+
 def test_the_same_capture_gives_the_same_rows(tmp_path: Path) -> None:
     for name in ("a", "b"):
         capture("reference", _prompts(4), tmp_path / name, max_new_tokens=4, batch_size=2)

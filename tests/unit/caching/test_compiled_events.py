@@ -1,14 +1,20 @@
 """Compiled events decide as Python does: the same steps, counts and residents."""
 
+import io
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moetool.base import tables
 from moetool.base.errors import CapacityError
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec, Phase
+from moetool.caching import event_kernels
 from moetool.caching.decision_digest import DecisionDigest
 from moetool.caching.layer_slots import equal_slots
 from moetool.caching.machine_split import MachineSplit, SplitCosts
@@ -180,3 +186,28 @@ def test_an_expert_beyond_the_layer_is_refused() -> None:
     info = ForwardInfo(forward_id=0, request_T=(0,), phase_T=(Phase.DECODE,), position_T=(0,))
     with refused(AssertionError, "bounds"):
         residency.event(GateEvent(forward=info, layer=0, experts_TK=((1, 8),)))
+
+
+class _Said(io.StringIO):
+    """Stderr that tells of a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.event, self.text = threading.Event(), text
+
+    def write(self, text: str) -> int:
+        if self.text in text:
+            self.event.set()
+        return len(text)
+
+
+def test_long_compiling_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = _Said("compiling")
+    waited: list[bool] = []
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(tables, "START_S", 0.0)
+    monkeypatch.setattr(
+        event_kernels, "run", SimpleNamespace(compile=lambda signature: waited.append(stderr.event.wait(30)))
+    )
+    event_kernels.compile_for(None, None)
+    assert waited == [True]

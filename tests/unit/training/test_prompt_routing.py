@@ -206,6 +206,7 @@ def test_withheld_ids_are_refused(name: str, tmp_path: Path) -> None:
         ("single_transformer", {"width": 30}, "width is 30, expected an even multiple of heads, which is 4"),
         ("single_transformer", {"vocabulary": 0}, "vocabulary is 0"),
         ("single_transformer", {"stages": 2}, "unknown option of single_transformer"),
+        ("cascade", {"epochs": 3}, "unknown option of cascade 'epochs': did you mean 'fit.max_epochs'"),
         ("cascade", {"dropout": 1.0}, "dropout is 1.0"),
         ("cascade", {"stages": 0}, "stages is 0"),
         ("cascade", {"stages": 5}, "stages is 5, expected at most the 4 MoE layers"),

@@ -116,11 +116,11 @@ def test_one_layer_and_unequal_layers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_epochs": 0}, "max_epochs is 0"),
-        ({"max_tokens": 1}, "max_tokens is 1"),
-        ({"batch_size": 1}, "batch_size is 1"),
-        ({"learning_rate": float("nan")}, "learning_rate is nan"),
-        ({"held_out": 0.5}, "held_out is 0.5"),
+        ({"max_epochs": 0}, "fit.max_epochs is 0"),
+        ({"max_tokens": 1}, "fit.max_tokens is 1"),
+        ({"batch_size": 1}, "fit.batch_size is 1"),
+        ({"learning_rate": float("nan")}, "fit.learning_rate is nan"),
+        ({"held_out": 0.5}, "fit.held_out is 0.5"),
     ],
 )
 def test_wrong_arguments(tmp_path: Path, arguments: dict, message: str) -> None:
