@@ -57,6 +57,8 @@ _PARTS = {
 }
 """Required attributes of a module of each kind; `:NAME` replaces the last."""
 
+_CONTRACTS = dict.fromkeys(("policy", "planner", "predictor"), "; 'moetool guide plugins' has the contract")
+
 _FLAGS = {"--policy": ("policy",), "--planner": ("planner",), "--mode": ("planner",), "--format": ("format", "export")}
 """Options whose values name plugins, single or comma-separated, of these kinds."""
 
@@ -176,12 +178,14 @@ def _imported(kind: str, name: str) -> ModuleType:
         _foreign_files.add(module.__file__)
     if attribute:
         if kind not in _PARTS or not hasattr(module, attribute):
-            raise UsageError(f"{source} has no {kind} {attribute}")
+            raise UsageError(f"{source} has no {kind} {attribute}{_CONTRACTS.get(kind, '')}")
         whole, module = module, ModuleType(module.__name__, module.__doc__)
         vars(module).update({**vars(whole), _PARTS[kind][-1]: getattr(whole, attribute)})
     if missing := [part for part in _PARTS.get(kind, ()) if not hasattr(module, part)]:
         article = "an" if kind[0] in "aeiou" else "a"
-        raise UsageError(f"{name} is not {article} {kind}: it has no {' and no '.join(missing)}")
+        raise UsageError(
+            f"{name} is not {article} {kind}: it has no {' and no '.join(missing)}{_CONTRACTS.get(kind, '')}"
+        )
     return module
 
 
@@ -225,7 +229,7 @@ def _from_path(kind: str, name: str) -> ModuleType:
 def _from_file(kind: str, file: Path) -> ModuleType:
     """Import the module of a file, once per process. Raises: UsageError: there is no such file."""
     if not file.is_file():
-        raise UsageError(f"no {kind} at {file}")
+        raise UsageError(f"no {kind} at {file}; give the path of its .py file")
     name = f"_moetool_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)

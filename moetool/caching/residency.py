@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from moetool.base.errors import CapacityError
+from moetool.base.errors import CapacityError, shortened
 from moetool.base.types import ForwardInfo, GateEvent, Phase
 from moetool.caching.compiled_events import CompiledEvents, kernels
 from moetool.caching.layer_slots import scaled_down
@@ -254,7 +254,7 @@ class Residency:
                 computed expert. The loads in it may already start: they evict nothing that the event needs.
 
         Raises:
-            ValueError: the policy omitted a miss or evicted an expert that is still needed. This stops a bug of a
+            ValueError: the policy omitted a miss, or evicted none or one that is still needed. This stops a bug of a
                 policy before wrong weights are used.
         """
         if self.compiled is not None:
@@ -280,7 +280,10 @@ class Residency:
         if policy.computes_on_host and misses:
             hosted = set(policy.on_host(event, list(misses)))
             if not hosted <= set(misses):
-                raise ValueError(f"{type(policy).__module__} answered {sorted(hosted)} for the misses {misses}")
+                raise ValueError(
+                    f"on_host answered {shortened(repr(sorted(hosted)))}, expected some of the misses "
+                    f"{shortened(repr(misses))}"
+                )
             steps += [Step(StepKind.HOST, key, -1) for key in sorted(hosted)]
             misses = [key for key in misses if key not in hosted]
             counts.hosted += len(hosted)
@@ -304,7 +307,9 @@ class Residency:
                 extra_loads = deque(key for key in to_load if key not in missing)
                 to_load = deque(key for key in to_load if key in missing)
             if sorted(to_load) != misses:
-                raise ValueError(f"{type(policy).__module__} answered {sorted(to_load)} for the misses {misses}")
+                raise ValueError(
+                    f"gate answered {shortened(repr(answered))}, expected all of the misses {shortened(repr(misses))}"
+                )
         locked = set(hits)
         prefetches: deque[int] | None = None
         wanted: set[int] = set()
@@ -561,9 +566,10 @@ class Residency:
         return slot
 
     def _give_up(self, key: int, locked: Collection[int]) -> None:
-        if key in locked:
-            raise ValueError(f"{type(self.policy).__module__} evicted expert {key}, which is still needed")
-        self._free.append(self._slot_of.pop(key))
+        slot = None if key in locked else self._slot_of.pop(key, None)
+        if slot is None:
+            raise ValueError(f"evict answered {key!r}, expected a resident expert that this event does not need")
+        self._free.append(slot)
         if self._layer_slots:
             layer = key // self._stride
             residents = self._resident_L[layer]

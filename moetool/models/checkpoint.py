@@ -602,7 +602,9 @@ def _parse_config(path: Path, file: Path, raw: dict[str, Any]) -> Any:
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type = str(raw.get("model_type", ""))
+    model_type = str(raw.get("model_type") or "")
+    if not model_type:
+        raise MismatchError(f"{file} has no model_type, expected a name; correct it, or download the model again")
     model_type = families.SAME_AS.get(model_type, model_type)
     families.require_supported(model_type)
     _require_bounded(file, raw)
@@ -623,4 +625,9 @@ def _parse_config(path: Path, file: Path, raw: dict[str, Any]) -> Any:
         ) from None
     if not isinstance(text, PreTrainedConfig):
         raise MismatchError(f"{file} has a text part, but {model_type} models have none; download the model again")
+    if isinstance(text.dtype, torch.dtype) and not text.dtype.is_floating_point:
+        found = str(text.dtype).removeprefix("torch.")
+        raise MismatchError(
+            f"{file}: dtype: found {found}, expected a type such as bfloat16; correct it, or download the model again"
+        )
     return config

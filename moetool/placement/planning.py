@@ -119,8 +119,8 @@ def open_traces(given: Sequence[str], *, whole: bool = False) -> dict[str, Workl
         if whole and Path(text).is_dir():
             server, path = WHOLE, text
         elif not equals or not server or not path:
-            alone = ", or DIR of the whole cluster" if whole else ""
-            raise UsageError(f"--trace {text!r} names no server; write --trace SERVER=DIR{alone}")
+            neither, alone = (" and is no directory", ", or DIR of the whole cluster") if whole else ("", "")
+            raise UsageError(f"--trace {text!r} names no server{neither}; write --trace SERVER=DIR{alone}")
         if server in traces:
             raise UsageError(f"--trace names {server or 'the whole cluster'} twice; give each one trace")
         traces[server] = open_workload(Path(path))

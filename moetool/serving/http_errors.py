@@ -1,6 +1,7 @@
 """Errors in the form of a path's protocol: a status, and the body of OpenAI's or Anthropic's errors."""
 
 import asyncio
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,10 @@ CONTEXT_EXCEEDED = "context_length_exceeded"
 INTERNAL = "internal error; see the server's log"
 
 
+_RESPONSES_FIELDS = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
+"""Fields of /v1/responses by those of the chat request that it means."""
+
+
 class Refusal(UsageError):
     """A request that this server refuses, with the field that is the reason."""
 
@@ -72,6 +77,10 @@ def error_object(
         # Clients of Anthropic know this error, which has no code, by these words.
         message = f"prompt is too long: {message}" if code == CONTEXT_EXCEEDED else message
         return {"type": "error", "error": {"type": kind, "message": message}}
+    if path.startswith("/v1/responses") and param in _RESPONSES_FIELDS:
+        known = rf"\b({'|'.join(_RESPONSES_FIELDS)})\b"
+        message = re.sub(known, lambda name: _RESPONSES_FIELDS[name[0]], message)
+        param = _RESPONSES_FIELDS[param]
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

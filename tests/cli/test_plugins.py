@@ -55,9 +55,9 @@ def test_a_policy_of_the_working_directory(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("./named.py:Yours", "./named.py has no policy Yours"),
-        ("./named.py", "./named.py is not a policy: it has no Policy"),
-        ("./none.py", "no policy at none.py"),
+        ("./named.py:Yours", "./named.py has no policy Yours; 'moetool guide plugins'"),
+        ("./named.py", "./named.py is not a policy: it has no Policy; 'moetool guide plugins'"),
+        ("./none.py", "no policy at none.py; give the path"),
         ("bench_lab.none", "no module 'bench_lab.none' on Python's path"),
         ("./none.txt", "is not a module name or file"),
     ],

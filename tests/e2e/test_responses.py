@@ -250,12 +250,19 @@ def test_ends_of_an_answer() -> None:
         ({"tools": [{"type": "function", "name": "f", "parameters": {"a": "\ud800"}}]}, "tools[0].parameters"),
         ({"tools": [{"type": "function", "name": "f", "strict": float("inf")}]}, "tools[0].strict"),
         ({"text": {"format": {"type": "json_schema", "schema": {"a": float("nan")}}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "strng"}}}}, "text.format: the schema"),
     ],
 )
 def test_refusals_name_the_field(scripted: tuple[ScriptedEngine, str], more: dict[str, Any], field: str) -> None:
     status, body = post(scripted[1], "/v1/responses", GREEDY | more)
     assert status == 400 and re.match(re.escape(field), body["error"]["message"]), body
     assert body["error"]["param"] in (None, body["error"]["message"].partition(":")[0])
+
+
+def test_a_long_input_is_refused_by_the_names_of_this_protocol(scripted: tuple[ScriptedEngine, str]) -> None:
+    status, body = post(scripted[1], "/v1/responses", GREEDY | {"input": "Hi " * 1500})
+    assert (status, body["error"]["param"]) == (400, "input")
+    assert "in the input" in body["error"]["message"] and "lower max_output_tokens" in body["error"]["message"]
 
 
 def test_harmless_fields_are_accepted(scripted: tuple[ScriptedEngine, str]) -> None:

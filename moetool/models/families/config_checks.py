@@ -13,11 +13,12 @@ _LEAST = {
     "num_attention_heads": 1,
     "vocab_size": 1,
     "unpadded_vocab_size": 1,
+    "max_position_embeddings": 1,
     "intermediate_size": 0,
     "moe_intermediate_size": 0,
     **dict.fromkeys(EXPERTS, 0),
 }
-_MOST = dict.fromkeys(EXPERTS, MAX_EXPERTS)
+_MOST = {**dict.fromkeys(EXPERTS, MAX_EXPERTS), "max_position_embeddings": 2**40}
 _MAX_SIZE = 2**24
 
 

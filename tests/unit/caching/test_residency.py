@@ -199,16 +199,15 @@ def test_a_policy_that_would_give_a_wrong_weight_is_stopped() -> None:
         def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
             return misses[1:]
 
-    class Greedy(Scripted):
-        def evict(self, locked: Collection[int]) -> int:
-            return self.queue[0]
-
-    with refused(ValueError, "misses"):
+    with refused(ValueError, "gate", "misses"):
         Residency(Forgetful(2)).event(event([1, 2]))
-    residency = Residency(Greedy(2))
-    residency.event(event([1, 2]))
-    with refused(ValueError, "still", "needed"):
-        residency.event(event([1, 3]))
+    for evicted in (1, 9, None):  # still needed, not resident, no expert
+        policy = Scripted(2)
+        policy.evict = lambda locked, key=evicted: key  # type: ignore[method-assign, misc]
+        residency = Residency(policy)
+        residency.event(event([1, 2]))
+        with refused(ValueError, "evict", evicted, "does not need"):
+            residency.event(event([1, 3]))
 
 
 def test_a_pool_in_bytes_gives_up_as_many_as_a_larger_expert_needs() -> None:

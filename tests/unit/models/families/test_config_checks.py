@@ -23,6 +23,7 @@ from tests.tiny_shape import CONFIG, write_shape
         ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1,000,000, expected at most"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: found 0"),
         ({"hidden_size": -32}, "hidden_size: found -32"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings: found 0"),
         ({"hidden_size": 10**12}, "hidden_size"),
         ({"n_routed_experts": 10**9}, "experts"),
         ({"vocab_size": "many"}, r"cannot read .*field 'vocab_size': .*expected int, got str"),
