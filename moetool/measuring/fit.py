@@ -225,7 +225,12 @@ def fit(model: str | Checkpoint, options: FitOptions | FitMachine | None = None)
     machine = options if isinstance(options, FitMachine) else fit_machine(options or FitOptions(), checkpoint)
     estimator = _Estimator(checkpoint, machine, published)
     budget, problem = estimator.divide(machine.device_bytes)
+    serve = f"moetool serve {'MODEL' if checkpoint.name in shape_names() else checkpoint.name}"
     token, prompt_s, known = None, 0.0, (0.0, 0.0)
+    if budget is None and machine.has_gpu:
+        cores = replace(machine, gpu_bytes=0, rates=replace(machine.rates, device="cpu"))
+        if _Estimator(checkpoint, cores, published).divide(cores.device_bytes)[0] is not None:
+            problem += f", or leave the GPU out: {serve} --device cpu"
     if budget is not None:
         token = estimator.token(budget.slots)
         prompt_s = estimator.prompt_s(budget.kept_slots, budget.chunk_tokens)
@@ -247,7 +252,7 @@ def fit(model: str | Checkpoint, options: FitOptions | FitMachine | None = None)
         sizes=sizes,
         worth=_worth(sizes, estimator.memory_bytes(budget), 0.0 if token is None else 1 / token.seconds),
         forms=tuple(estimator.forms()),
-        command=f"moetool serve {'MODEL' if checkpoint.name in shape_names() else checkpoint.name}{machine.flags}",
+        command=f"{serve}{machine.flags}",
         facts=(*machine.facts, *estimator.facts()),
     )
 

@@ -39,6 +39,14 @@ def test_the_capture_of_a_model_that_does_not_fit_says_why(run: Run) -> None:
     assert code == 0 and not found["fits"] and found["capture"] is None
 
 
+def test_a_gpu_that_is_too_small_may_be_left_out(run: Run) -> None:
+    small = ("fit", "qwen3-30b-a3b", "--machine", "pc-rtx-4090-ddr5", "--gpu-memory", "2GB", "--json")
+    for memory, fits in (("64GB", True), ("2GB", False)):
+        code, out, _ = run(*small, "--memory", memory)
+        found = json.loads(out)
+        assert code == 0 and not found["fits"] and ("--device cpu" in found["verdict"]) == fits
+
+
 _PARTS = ("memory", "fixed", "link", "disk")
 
 
