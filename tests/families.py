@@ -153,6 +153,11 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_next": _LINEAR,
     "qwen3_vl_moe_text": {"moe_intermediate_size": 24},
     "sarvam_mla": _LATENT,
+    "step3p5": {
+        **{"layer_types": ["full_attention", *["sliding_attention"] * 2], "sliding_window": 16},
+        **{"mlp_layer_types": ["dense", "sparse", "sparse"], "share_expert_dim": 16, "num_sliding_attention_heads": 6},
+        **{"swiglu_limits": [0.0, 0.0, 0.5], "swiglu_limits_shared": [0.0, 0.0, 0.75]},
+    },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
@@ -215,6 +220,7 @@ def counted(spec: ModelSpec) -> Any:
 _WITHIN = ("qwen3_vl_moe", "glm4v_moe", "glm5_next", "mistral_large4", "qwen4_exp")
 MULTIMODAL = {
     **{"gemma4": "gemma4_text", "llama4": "llama4_text", "qwen3_5_moe": "qwen3_5_moe_text", "mistral3": "mistral4"},
+    "step3p7": "step3p5",
     **{name: f"{name}_text" for name in _WITHIN},
 }
 """Families of vision-language models, with the family of their text part."""

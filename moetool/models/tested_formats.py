@@ -25,7 +25,9 @@ INFERRED_AND_RUN = (
     *("aria_text", "granitemoe_swa", "hy_v4", "inkling_text", "kolibri1", "minimax_m3_vl_text", "qwen4_exp_text"),
 )
 """Inferred families with tested logits."""
-WITHIN_AND_RUN = ("glm4v_moe_text", "glm5_next_text", "mistral4", "mistral_large4_text", "qwen3_vl_moe_text")
+WITHIN_AND_RUN = (
+    *("glm4v_moe_text", "glm5_next_text", "mistral4", "mistral_large4_text", "qwen3_vl_moe_text", "step3p5"),
+)
 """The same for families within multimodal models."""
 UNLISTED = tuple(sorted({*INFERRED, *INFERRED_AND_RUN, *WITHIN_OTHERS} - {*FAMILIES}))
 """Inferred families that are known to work."""

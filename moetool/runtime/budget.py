@@ -405,7 +405,7 @@ def _token_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
     else:  # rows of its experts are gathered, computed and summed together
         experts = rows * spec.hidden_size * (3 * size + 8)
     experts += 16 * spec.num_experts
-    queries = 4 * max(config.num_attention_heads * width for _, width in map(kv_shape, config.per_layer_config))
+    queries = 4 * max(layer.num_attention_heads * kv_shape(layer)[1] for layer in config.per_layer_config)
     mask = 3 * min(checkpoint.max_context or GOOD_CONTEXT, GOOD_CONTEXT)  # masks of a later chunk, in two forms
     return 8 * spec.hidden_size * size + max(experts, 3 * intermediate * size, queries * size + mask)
 

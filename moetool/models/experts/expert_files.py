@@ -99,7 +99,7 @@ class ExpertWeights:
         if (step := _transposing(source.converter)) is not None:
             whole = self._transposed(source.tensor_names[0], layer, parameter, step.check_dims)
             return [whole.share(expert, layer.form.num_experts, share)]
-        if not _is_stacking(source.converter):
+        if not (stacks := _is_stacking(source.converter)) and not _is_joining(source.converter):
             steps = ", ".join(type(step).__name__ for step in source.converter.operations)
             raise MismatchError(
                 f"{self._path}: {name} has to be computed from its tensors ({steps}), so its experts cannot be read "
@@ -111,7 +111,12 @@ class ExpertWeights:
         for pattern in patterns:
             if pattern not in source.names:
                 raise MismatchError(f"{self._path}: {name} lacks the tensors {pattern}; download the model again")
-            weights.append(self._take(_numbered(source.names[pattern][0], expert), rows))
+            name = source.names[pattern][0]
+            if stacks:
+                weights.append(self._take(_numbered(name, expert), rows))
+            else:
+                count = layer.form.num_experts
+                weights.append(self._take(name, (count, *rows)).share(expert, count, rows))
         return weights
 
     def _transposed(self, name: str, layer: MoeLayer, parameter: str, by_shape: bool) -> StoredWeight:
@@ -380,6 +385,11 @@ def _is_stacking(converter: Any) -> bool:
     """Whether a conversion only stacks whole tensors of single experts."""
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
     return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+
+
+def _is_joining(converter: Any) -> bool:
+    """Whether a conversion only joins the rows of stacked tensors."""
+    return [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations] == [("Concatenate", 1)]
 
 
 def _transposing(converter: Any) -> Any | None:

@@ -252,11 +252,25 @@ def _longcat_flash(module: Any) -> ExpertForm:
     )
 
 
+def _step3p7(module: Any) -> ExpertForm:
+    def gate(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return module.act_fn(gate).clamp(max=module.limit) * up.clamp(-module.limit, module.limit)
+
+    return ExpertForm(
+        num_experts=int(module.num_experts),
+        parts=_stacked(module, "gate_up_proj", "down_proj"),
+        gate=gate,
+        call=Call.EXPERTS,
+    )
+
+
 _OWN: dict[str, Callable[[Any], ExpertForm]] = {
     "DbrxExperts": _dbrx,
     "JetMoeMoE": _jetmoe,
     "Llama4TextExperts": _llama4,
     "LongcatFlashExperts": _longcat_flash,
+    "Step3p7Experts": _step3p7,
 }
 
 
