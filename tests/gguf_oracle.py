@@ -8,6 +8,7 @@ tests/golden/gguf are its output.
 import json
 import sys
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ _ONE_FACTOR = {
     **{"rope_type": "llama3", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 128},
     **{"low_freq_factor": 1.0, "high_freq_factor": 1.0},
 }
+_SMOOTH = {**_ONE_FACTOR, "factor": 2.0, "high_freq_factor": 32.0}
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _VISION_ROPE = {**_PLAIN_ROPE, "mrope_section": [2, 1, 1]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,6 +44,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENT, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "rope_parameters": _YARN},
     ),
     "deepseek2-lite": ("glm4_moe_lite", {**_LATENT, "routed_scaling_factor": 1.8}),
+    "deepseek2-ocr": (
+        "unlimited_ocr_text",
+        {
+            **{"mlp_layer_types": ["dense", "sparse"], "num_key_value_heads": 4, "layer_types": ["full_attention"] * 2},
+            **{"n_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.5},
+        },
+    ),
     "hunyuan-moe": ("hunyuan_v1_moe", {"intermediate_size": 16}),
     "gpt-oss": ("gpt_oss", {"intermediate_size": 32}),
     "minimax-m2": ("minimax_m2", {"intermediate_size": 16, "rotary_dim": 4}),
@@ -60,6 +69,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3next": ("qwen3_next", {"linear_num_value_heads": 4}),
     "granitemoe": ("granitemoe", {"intermediate_size": 16, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
+    "granitehybrid": (
+        "granitemoehybrid",
+        {
+            **{"intermediate_size": 16, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "mamba_n_groups": 2},
+            **{"attention_multiplier": 0.25, "residual_multiplier": 0.5},
+        },
+    ),
+    "jamba": (
+        "jamba",
+        {"num_hidden_layers": 3, "intermediate_size": 16, "attn_layer_period": 3, "attn_layer_offset": 2},
+    ),
+    "kimi-linear": (
+        "kimi_linear",
+        {
+            **{"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
+            **{"n_group": 1, "routed_scaling_factor": 2.5},
+        },
+    ),
+    "dbrx": (
+        "dbrx",
+        {
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 5000.0, "clip_qkv": 0.5},
+            "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    ),
     "dots1": ("dots1", {"norm_topk_prob": True}),
     "afmoe": ("afmoe", {"num_hidden_layers": 4, "mup_enabled": True, "sliding_window": 8, "route_scale": 2.5}),
     "cohere2moe": (
@@ -130,6 +165,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
         },
     ),
+    "step35": (
+        "step3p5",
+        {
+            **{"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 8, "moe_router_scaling_factor": 2.5},
+            "rope_parameters": {
+                "full_attention": {**_SMOOTH, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 1.0},
+            },
+        },
+    ),
     "mellum": ("mellum", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
     "nemotron_h_moe": (
         "nemotron_h",
@@ -138,8 +183,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5-moe": ("ernie4_5_moe", {"moe_num_experts": 4}),
 }
 """Family and changes to the config of `tests.families`, by file name."""
-_CALLED = {"qwen3vlmoe": "Qwen3VLMoeForConditionalGeneration", "minimax-m3": "MiniMaxM3SparseForCausalLM"}
+_CALLED = {
+    "qwen3vlmoe": "Qwen3VLMoeForConditionalGeneration",
+    "minimax-m3": "MiniMaxM3SparseForCausalLM",
+    "deepseek2-ocr": "UnlimitedOCRForCausalLM",
+}
 """The converter class of a model that is the text part of a larger one."""
+_WITHIN = {"mistral4": "mistral3", "step3p5": "step3p7", "unlimited_ocr_text": "unlimited_ocr"}
+"""Families that transformers builds only within another."""
 _HASHED = {"compress_ratios": [0, 4, 128], "num_hash_layers": 1, "qk_rope_head_dim": 2, "rope_theta": 10000.0}
 """Values of DeepSeek-V4's published config that transformers writes otherwise."""
 _WINDOWS = {
@@ -157,6 +208,19 @@ _BLOCKS = {
     **{"moe_layer_freq": [0, 1, 1], "n_shared_experts": 1, "scoring_func": "sigmoid"},
 }
 """Values of MiniMax-M3's published config that transformers writes otherwise."""
+_DELTA = {
+    **{"num_experts": 4, "num_experts_per_token": 2, "num_shared_experts": 1, "first_k_dense_replace": 1},
+    "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1], "head_dim": 8, "short_conv_kernel_size": 4},
+    "moe_router_activation_func": "sigmoid",
+}
+"""Values of Kimi-Linear's published config that transformers writes otherwise."""
+_STEP = {
+    **{"num_attention_groups": 2, "moe_num_experts": 4, "moe_top_k": 2, "norm_expert_weight": True},
+    "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2},
+    **{"moe_layers_enum": "1,2", "partial_rotary_factors": [0.5, 1.0, 1.0], "rope_theta": [10000.0, 5000.0, 5000.0]},
+    "rope_parameters": _SMOOTH,
+}
+"""Values of Step-3.7-Flash's published config that transformers writes otherwise."""
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]) / 16
 """Numbers of 4 bits, times a scale of 2 ** -4."""
 _BY_LAYER = {"moe_intermediate_size": 16, "moe_topk": 2, "num_shared_expert": 1}
@@ -168,9 +232,12 @@ def build(name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     family, changed = MODELS[name]
-    if family == "mistral4":
-        model = _whole("mistral3", changed)
-        model.model.vision_tower = model.model.multi_modal_projector = None
+    if family in _WITHIN:
+        model = _whole(_WITHIN[family], changed)
+        for part in [name for name, _ in model.model.named_children() if name != "language_model"]:
+            setattr(model.model, part, None)
+        for parameter in [name for name, _ in model.model.named_parameters(recurse=False)]:
+            setattr(model.model, parameter, None)
         config = model.config
     else:
         config = families.config(family, **{**_SMALL, **changed})
@@ -217,9 +284,13 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
         assert not model.load_state_dict(parts, strict=False).unexpected_keys
     model.save_pretrained(folder)
     vocabulary = {f"t{i}": i for i in range(model.config.get_text_config().vocab_size)}  # gemma4 drops rows of no token
+    if name == "deepseek2-ocr":
+        _name_class(folder / "config.json", _CALLED[name])
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
+    if name in PUBLISHED:
+        _publish(folder / "model.safetensors", PUBLISHED[name])
     if name == "deepseek4":
-        _publish(folder / "model.safetensors")
+        _publish_experts(folder / "model.safetensors")
     kind = get_model_class(_CALLED.get(name, model.config.architectures[0]))
     kind = kind.Mistral4Model if name == "mistral4" else kind
 
@@ -242,30 +313,55 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
             hparams |= _BLOCKS
         if name == "qwen4exp":  # as published
             hparams["layer_types"] = ["linear_attention", "full_attention"]
+        if name == "granitehybrid":
+            hparams["layer_types"] = ["mamba", "attention"]
+        if name == "kimi-linear":
+            hparams |= _DELTA
+        if name == "deepseek2-ocr":
+            hparams |= {"first_k_dense_replace": 1, "qk_rope_head_dim": 0}  # as published; DeepSeek-OCR has no window
+            del hparams["text_config"]["sliding_window"]
+        if name == "step35":
+            hparams |= _STEP
         if name == "deepseek4":
             hparams |= {**_HASHED, "rope_parameters": _PLAIN_YARN}
         Converted(folder, gguf.LlamaFileType.MOSTLY_F16, file, eager=True, hparams=hparams).write()
     return file
 
 
+def _name_class(config: Path, name: str) -> None:
+    """Write the class of a model's publication into its config, by which the converter knows the architecture."""
+    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": [name]}))
+
+
 PUBLISHED = {
-    "model.hc_head.hc_": "hc_head_",
-    "model.embed_tokens.": "embed.",
-    "model.": "",
-    "attn.norm.": "attn.kv_norm.",
+    "deepseek4": {
+        "model.hc_head.hc_": "hc_head_",
+        "model.embed_tokens.": "embed.",
+        "model.": "",
+        "attn.norm.": "attn.kv_norm.",
+    },
+    "kimi-linear": {"layers.0.block_sparse_moe.": "layers.0.mlp."},
 }
-"""Parts of names as transformers writes them, and as DeepSeek-V4 is published."""
+"""Parts of names as transformers writes them, and as models are published."""
 
 
-def _publish(file: Path) -> None:
-    """Store experts in 4 bits with a scale for 32 of them, under the names of DeepSeek-V4's publication."""
+def _publish(file: Path, names: Mapping[str, str]) -> None:
+    """Give tensors the names of a model's publication."""
     from safetensors.torch import load_file, save_file
 
     tensors = {}
     for name, tensor in load_file(file).items():
-        for theirs, published in PUBLISHED.items():
+        for theirs, published in names.items():
             name = name.replace(theirs, published, 1)
         tensors[name] = tensor
+    save_file(tensors, file, {"format": "pt"})
+
+
+def _publish_experts(file: Path) -> None:
+    """Store experts in 4 bits with a scale for 32 of them, as in DeepSeek-V4's publication."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
     for name in [name for name in tensors if ".experts." in name]:
         codes = (tensors[name][..., None] == _E2M1).int().argmax(-1).to(torch.uint8)
         tensors[name] = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)

@@ -29,8 +29,8 @@ GOLDEN = Path(__file__).parent / "golden"
 LOGITS = GOLDEN / "llama_cpp_logits.npz"
 TOKENS = (8, 56, 28, 30, 41, 11, 60, 33)
 FILES = (
-    *("afmoe", "cohere2moe", "deepseek2-sigmoid", "deepseek2-softmax", "glm4moe", "llama", "minimax-m3", "mistral4"),
-    *("qwen3moe", "qwen4exp"),
+    *("afmoe", "cohere2moe", "dbrx", "deepseek2-ocr", "deepseek2-sigmoid", "deepseek2-softmax", "glm4moe"),
+    *("granitehybrid", "jamba", "kimi-linear", "llama", "minimax-m3", "mistral4", "qwen3moe", "qwen4exp", "step35"),
 )
 """Files whose headers say what llama.cpp needs."""
 MORE_TOKENS = tuple(np.random.default_rng(7).integers(3, 63, 40).tolist())

@@ -215,8 +215,12 @@ def _load_stacked(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
     with contextlib.closing(load_lazy(checkpoint, dtype, device, whole_embeddings=True)) as loaded:
         assert loaded.files is not None
         for layer in loaded.layers:
-            for name, stacked in loaded.files.stacked(layer, dtype).items():
-                layer.experts._parameters[name] = nn.Parameter(stacked.to(device), requires_grad=False)
+            for part, stacked in zip(layer.form.parts, loaded.files.stacked(layer, dtype).values(), strict=True):
+                for name, share in zip(part.parameters, stacked.chunk(len(part.parameters), dim=1), strict=True):
+                    place, _, leaf = name.rpartition(".")
+                    module = layer.experts.get_submodule(place)
+                    whole = share.reshape(module.get_parameter(leaf).shape).to(device)
+                    module._parameters[leaf] = nn.Parameter(whole, requires_grad=False)
     return replace(loaded, files=None)
 
 

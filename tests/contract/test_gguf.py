@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from moetool.models.gguf.architectures import UNREAD, find_architecture
 from moetool.models.gguf.blocks import GgmlCodec
 from moetool.models.gguf.metadata import Metadata
 from moetool.models.loading import load_full, load_lazy
+from moetool.runtime.budget import footprint
+from moetool.runtime.serve_options import ServeOptions
 from tests import families, gguf_oracle, llama_cpp_logits
-from tests.gguf_models import ARCHITECTURES, written
+from tests.gguf_models import ARCHITECTURES, rewritten, written
 from tests.greedy import generated, prompts, require_same_under_every_policy, served
 from tests.refusals import refused
 
@@ -126,12 +128,17 @@ def test_every_architecture_with_experts_is_read_or_refused_by_name() -> None:
         assert ("Hugging Face" in str(caught.value)) == (UNREAD.get(name) in CONFIG_MAPPING), name
 
 
-def _config(name: str, **changed: Any) -> dict[str, Any]:
-    """Config of a golden file whose header is changed, `None` leaving a value out."""
+def _meta(name: str, moved: Mapping[str, str] | None = None, factors: Sequence[float] = (), **changed: Any) -> Metadata:
+    """Header of a golden file with other values, `None` leaving one out, other blocks of tensors, and rope factors."""
     header = read_gguf_header(GOLDEN / f"{name}.gguf")
     values = header.metadata | {f"{name}.{key}": value for key, value in changed.items()}
     left = {key: value for key, value in values.items() if value is not None}
-    return READ[name].config(Metadata(name, left, {stored: tensor.shape for stored, tensor in header.tensors.items()}))
+    shapes = {(moved or {}).get(stored, stored): tensor.shape for stored, tensor in header.tensors.items()}
+    return Metadata(name, left, shapes, factors)
+
+
+def _config(name: str, **changed: Any) -> dict[str, Any]:
+    return READ[name].config(_meta(name, **changed))
 
 
 def test_what_headers_of_other_models_lack_is_as_in_llama_cpp() -> None:
@@ -145,6 +152,19 @@ def test_what_headers_of_other_models_lack_is_as_in_llama_cpp() -> None:
     assert _config("glm-dsa", **{"attention.indexer.types": [True] * 2})["indexer_types"] == ["full"] * 2
 
 
+def test_what_a_family_cannot_have_is_refused() -> None:
+    """Layers at uneven distances, Unlimited-OCR's window, rotary frequencies by no scaling of llama3, no experts."""
+    with refused(UsageError, "attention in layers [1, 2]"):
+        READ["jamba"].config(_meta("jamba", {"blk.1.attn_norm.weight": "blk.1.attn_q.weight"}))
+    with refused(UsageError, 128, "tokens of its answer"):
+        _config("deepseek2-ocr", **{"attention.sliding_window": 128})
+    for factors in ((2.0, 1.0, 2.0, 2.0), (2.0, 1.0, 1.0, 1.0), (1.1, 1.5, 1.2, 2.0, 2.0, 2.0, 2.0, 2.0)):
+        with refused(UsageError, "llama3's scaling"):
+            READ["llama4"].config(_meta("llama4", factors=factors))
+    with refused(UsageError, "has no experts (architecture jamba)"):
+        find_architecture(Metadata("jamba", {"jamba.expert_count": 1}, {"blk.0.ffn_up.weight": (4, 4)}))
+
+
 def test_mistral_large_3_in_a_file_of_deepseek2_is_read_as_mistral4() -> None:
     header = read_gguf_header(GOLDEN / "mistral4.gguf")
     values = {key.replace("mistral4.", "deepseek2.", 1): value for key, value in header.metadata.items()}
@@ -153,6 +173,25 @@ def test_mistral_large_3_in_a_file_of_deepseek2_is_read_as_mistral4() -> None:
     made = find_architecture(scaled)
     assert (made.family, find_architecture(Metadata("deepseek2", values, shapes)).family) == ("mistral4", "deepseek_v2")
     assert made.config(scaled)["rope_parameters"]["llama_4_scaling_beta"] == 0.25
+
+
+def test_dimensions_of_size_one_that_quantizers_omit_change_no_weight(tmp_path: Path) -> None:
+    families.require_known("kimi_linear")
+    whole = GOLDEN / "kimi-linear.gguf"
+    stored = {tensor.name: np.asarray(tensor.data) for tensor in gguf.GGUFReader(whole).tensors}
+    short = {name: stored[name][0].astype(np.float32) for name in stored if "conv1d" in name}
+    short["blk.0.ssm_a"] = stored["blk.0.ssm_a"].reshape(-1, 1)
+    path = rewritten(whole, tmp_path / "m.gguf", {}, short)
+    expected, found = (load_full(Checkpoint.open(file), torch.float32).model.state_dict() for file in (whole, path))
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_activations_are_counted_for_the_layer_with_most_heads() -> None:
+    families.require_known("step3p5")
+    checkpoint = Checkpoint.open(GOLDEN / "step35.gguf")
+    heads = [layer.num_attention_heads for layer in checkpoint.config.per_layer_config]
+    assert heads == [4, 6, 6]
+    assert footprint(checkpoint, ServeOptions(), 0).token_bytes > 4 * 6 * 16 * 2
 
 
 def test_on_text_qwen3_vl_is_the_family_that_serves_its_text_part() -> None:

@@ -60,6 +60,7 @@ def test_a_file_of_any_architecture_gives_the_tokens_of_its_vocabulary(
         ("hunyuan", ["it", "'s", " ", "1", "2", "3", "4", "5", " x", "=-", "1", "\n\n", "ok"]),
         ("glm4", ["it", "'s", " ", "123", "45", " x", "=-", "1", "\n\n", "ok"]),
         ("deepseek-v3", ["it", "'s", " ", "123", "45", " x", "=-", "1", "\n\n", "ok"]),
+        ("kimi-k2", ["it's", " ", "123", "45", " x", "=-", "1", "\n\n", "ok"]),
     ],
 )
 def test_text_is_split_as_the_rule_says(rule: str, pieces: list[str], reference: Path, tmp_path: Path) -> None:
@@ -73,6 +74,13 @@ def test_what_the_rule_of_deepseek_keeps_together(reference: Path, tmp_path: Pat
     text = "a.append(東京タワー)+1"
     split = [text[slice(*place)] for _, place in made.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
     assert split == ["a", ".append", "(", "東京タワー", ")+", "1"]
+
+
+def test_words_of_kimi_begin_at_capitals_and_end_at_han(reference: Path, tmp_path: Path) -> None:
+    made = Checkpoint.open(_spelled("kimi-linear", tmp_path, reference, "kimi-k2")).tokenizer
+    text = "aB.HelloWORLD'LL don't東京タワー)+1  \n ok"
+    split = [text[slice(*place)] for _, place in made.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert split == ["a", "B", ".Hello", "WORLD'LL", " don't", "東京", "タワー", ")+", "1", "  \n", " ok"]
 
 
 @pytest.mark.parametrize("rule", ["deepseek-llm", None])

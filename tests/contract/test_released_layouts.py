@@ -145,7 +145,7 @@ def _flat(file: Path) -> None:
     """Give tensors the names of DeepSeek's files."""
     tensors = {}
     for name, tensor in load_file(file).items():
-        for theirs, published in gguf_oracle.PUBLISHED.items():
+        for theirs, published in gguf_oracle.PUBLISHED["deepseek4"].items():
             name = name.replace(theirs, published, 1)
         tensors[name] = tensor
     save_file(tensors, file, {"format": "pt"})

@@ -253,7 +253,7 @@ _HEADER_COUNTS = re.compile(
     r"block_count|expert_count|nextn_predict_layers|leading_dense_block_count|.*expert_shared_count|"
     r".*feed_forward_length|embedding_length|vocab_size|hash_layer_count|interleave_moe_layer_step|"
     r"attention\.(head_count(_kv)?|(key|value)_length.*|.*_lora_rank|indexer\.(head_count|key_length)|"
-    r"output_group_count)|ssm\..*|shortconv\.l_cache|moe_latent_size|hyper_connection\.count"
+    r"output_group_count)|ssm\..*|kda\.head_dim|shortconv\.l_cache|moe_latent_size|hyper_connection\.count"
 )
 """Values of a header that its tensors give too."""
 

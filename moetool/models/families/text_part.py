@@ -70,6 +70,7 @@ def _cut_out_other_parts(model: Any) -> None:
         for name, child in base.named_children():
             if child is not decoder:
                 base._modules[name] = None
+        base._parameters.clear()
         left = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         for name in model.all_tied_weights_keys.keys() - left:
             del model.all_tied_weights_keys[name]

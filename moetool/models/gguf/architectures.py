@@ -15,6 +15,8 @@ from moetool.models.gguf import configs
 from moetool.models.gguf.blocks import Undo
 from moetool.models.gguf.changes import (
     Concatenated,
+    Convolutions,
+    FlatExperts,
     Grouped,
     Interleaved,
     Latent,
@@ -121,25 +123,65 @@ _GEMMA4 = {
     "ffn_gate_inp.scale": "router.scale!",
     "ffn_down_exps.scale": "router.per_expert_scale!",
 }
+
+
+def _mamba(module: str) -> dict[str, str]:
+    return {
+        "ssm_in": f"{module}.in_proj",
+        "ssm_conv1d": f"{module}.conv1d",
+        "ssm_dt": f"{module}.dt_",
+        "ssm_a": f"{module}.A_log!",
+        "ssm_d": f"{module}.D!",
+        "ssm_norm": f"{module}.norm",
+        "ssm_out": f"{module}.out_proj",
+    }
+
+
 _MIXERS = {
+    **_mamba("mixer"),
     "token_embd": "model.embeddings",
     "output_norm": "model.norm_f",
     "attn_norm": "norm",
     **{f"attn_{x}": f"mixer.{x}_proj" for x in "qkv"},
     "attn_output": "mixer.o_proj",
-    "ssm_in": "mixer.in_proj",
-    "ssm_conv1d": "mixer.conv1d",
-    "ssm_dt": "mixer.dt_",
-    "ssm_a": "mixer.A_log!",
-    "ssm_d": "mixer.D!",
-    "ssm_norm": "mixer.norm",
-    "ssm_out": "mixer.out_proj",
     "ffn_gate_inp": "mixer.gate",
     "exp_probs_b": "mixer.gate.e_score_correction_",
     **{f"ffn_{x}": f"mixer.{x}_proj" for x in ("up", "down")},
     **{f"ffn_{x}_shexp": f"mixer.shared_experts.{x}_proj" for x in ("up", "down")},
     "ffn_latent_down": "mixer.fc1_latent_proj",
     "ffn_latent_up": "mixer.fc2_latent_proj",
+}
+_GRANITE_HYBRID = {
+    **_mamba("mamba"),
+    "ffn_gate_inp": "block_sparse_moe.router",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
+_JAMBA = {
+    **_mamba("mamba"),
+    "output_norm": "model.final_layernorm",
+    "ssm_x": "mamba.x_proj",
+    "ssm_dt": "mamba.dt_proj",
+    **{f"ssm_{x}_norm": f"mamba.{x}_layernorm" for x in ("dt", "b", "c")},
+    "ffn_norm": "pre_ff_layernorm",
+    "ffn_gate_inp": "feed_forward.router",
+    **{f"ffn_{x}": f"feed_forward.{x}_proj" for x in ("gate", "up", "down")},
+}
+_DELTA = {
+    **{f"ssm_{x}": f"self_attn.forget_gate.{x}_proj" for x in ("f_a", "f_b")},
+    **{f"ssm_{x}": f"self_attn.{x}_proj" for x in ("g_a", "g_b")},
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_dt": "self_attn.forget_gate.dt_",
+    "ssm_a": "self_attn.forget_gate.A_log!",
+    "ssm_norm": "self_attn.o_norm",
+}
+_DBRX = {
+    "token_embd": "transformer.wte",
+    "output_norm": "transformer.norm_f",
+    "attn_norm": "norm_attn_norm.norm_1",
+    "attn_qkv": "norm_attn_norm.attn.Wqkv",
+    "attn_output": "norm_attn_norm.attn.out_proj",
+    "attn_output_norm": "norm_attn_norm.norm_2",
+    "ffn_gate_inp": "ffn.router.layer",
 }
 _LLAMA4 = {
     "ffn_gate_inp": "feed_forward.router",
@@ -187,6 +229,7 @@ class Architecture:
         config: further fields of the config.
         names: module names that differ from the usual ones. A final `!` marks a parameter without a suffix, a final
             `_` a prefix of `weight` or `bias`.
+        layers: the module that holds the layers.
         experts: the module that holds a layer's experts.
         gated: whether experts have a gate.
         in_config: tensors whose numbers the config holds.
@@ -203,6 +246,7 @@ class Architecture:
     within: str = ""
     config: Callable[[Metadata], Config]
     names: Mapping[str, str] = field(default_factory=dict)
+    layers: str = "model.layers"
     experts: str = "mlp.experts"
     gated: bool = True
     in_config: Sequence[str] = ()
@@ -214,19 +258,17 @@ class Architecture:
     in_layer: Callable[[Metadata], Mapping[str, str]] = lambda meta: {}
     buffers: Callable[[Metadata], Mapping[str, list[int]]] = lambda meta: {}
 
-    @property
-    def decoder(self) -> str:
-        """The module that holds the layers."""
-        return "model.language_model" if self.within else "model"
+    def path(self, module: str) -> str:
+        """A module of the family, as the model has it that transformers builds."""
+        return re.sub(r"^model\b", "model.language_model", module) if self.within else module
 
     def renamed(self, name: str) -> str | None:
         """A tensor's name in the model; None if the architecture lacks it."""
         stem, _, end = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
-        root, module = "", self.names.get(stem) or _WHOLE.get(stem, "")
-        module = re.sub(r"^model\b", self.decoder, module)
+        root, module = "", self.path(self.names.get(stem) or _WHOLE.get(stem, ""))
         if stem.startswith("blk."):
             _, layer, leaf = stem.split(".", 2)
-            root, module = f"{self.decoder}.layers.{layer}.", self.names.get(leaf) or _LAYER.get(leaf, "")
+            root, module = self.path(f"{self.layers}.{layer}."), self.names.get(leaf) or _LAYER.get(leaf, "")
         if not module:
             return None
         if module.endswith("!"):  # a parameter, not a module
@@ -239,9 +281,13 @@ def _halves(meta: Metadata) -> dict[str, Undo]:
     return {f"{x}_proj.{end}": RotaryHalves(n) for x, n in heads.items() for end in ("weight", "bias")}
 
 
+def _mamba_halves(meta: Metadata) -> dict[str, Undo]:
+    return {**_halves(meta), "A_log": Logarithm()}
+
+
 def _fused(leaf: str, module: str) -> Joined:
     """Gate and up of a layer that one projection of the model computes."""
-    return f"{module}.gate_up_proj.weight", (f"ffn_gate{leaf}.weight", f"ffn_up{leaf}.weight"), Concatenated()
+    return f"{module}.weight", (f"ffn_gate{leaf}.weight", f"ffn_up{leaf}.weight"), Concatenated()
 
 
 def _norms(meta: Metadata) -> dict[str, Undo]:
@@ -293,18 +339,30 @@ def _n_gram_hashes(meta: Metadata) -> dict[str, list[int]]:
 
 
 _INDEX = ("self_attn.indexer.index_qk_proj.weight", ("indexer.q_proj.weight", "indexer.k_proj.weight"), Concatenated())
-_DEEPSEEK = functools.partial(
-    Architecture,
-    config=configs.deepseek,
-    names=_LATENT,
-    joined=lambda meta: [("self_attn.kv_b_proj.weight", ("attn_k_b.weight", "attn_v_b.weight"), Latent())],
-)
+_EXPANDED = ("self_attn.kv_b_proj.weight", ("attn_k_b.weight", "attn_v_b.weight"), Latent())
+_CONVOLVED = ("self_attn.conv1d.weight", tuple(f"ssm_conv1d_{x}.weight" for x in "qkv"), Convolutions())
+_FLAT = [
+    (f"ffn.experts.mlp.{name}", (f"ffn_{leaf}_exps.weight",), FlatExperts(transposed=leaf == "down"))
+    for name, leaf in (("w1", "gate"), ("v1", "up"), ("w2", "down"))
+]
+_DEEPSEEK = functools.partial(Architecture, config=configs.deepseek, names=_LATENT, joined=lambda meta: [_EXPANDED])
 _LLAMA = functools.partial(Architecture, undo=_halves, gating=SOFTMAX)
 _QWEN3 = Architecture(family="qwen3_moe", config=configs.qwen, gating=SOFTMAX)
 ARCHITECTURES = {
     "afmoe": Architecture(family="afmoe", config=configs.afmoe, names=_AFMOE, gating=SIGMOID),
     "cohere2moe": Architecture(family="cohere2_moe", config=configs.cohere2),
+    "dbrx": Architecture(
+        family="dbrx",
+        config=configs.dbrx,
+        names=_DBRX,
+        layers="transformer.blocks",
+        joined=lambda meta: _FLAT,
+        gating=SOFTMAX,
+    ),
     "deepseek2": _DEEPSEEK(family="deepseek_v3", gating=SIGMOID),
+    "deepseek2-ocr": Architecture(
+        family="unlimited_ocr_text", within="unlimited_ocr", config=configs.deepseek_ocr, gating=SOFTMAX
+    ),
     "deepseek32": _DEEPSEEK(
         family="deepseek_v32", config=configs.indexed, names={**_LATENT, **_INDEXER}, gating=SIGMOID
     ),
@@ -337,9 +395,33 @@ ARCHITECTURES = {
         names={"ffn_gate_inp": "block_sparse_moe.router"},
         experts="block_sparse_moe.experts",
     ),
+    "granitehybrid": _LLAMA(
+        family="granitemoehybrid",
+        config=configs.granite_hybrid,
+        names=_GRANITE_HYBRID,
+        experts="block_sparse_moe.experts",
+        undo=_mamba_halves,
+        joined=lambda meta: [_fused("_shexp", "shared_mlp.input_linear")],
+    ),
     "hunyuan-moe": Architecture(family="hunyuan_v1_moe", config=configs.hunyuan, names=_HUNYUAN, gating=SOFTMAX),
     "hy_v3": Architecture(
         family="hy_v3", config=configs.hy_v3, names={"exp_probs_b": "mlp.e_score_correction_"}, gating=SIGMOID
+    ),
+    "jamba": Architecture(
+        family="jamba",
+        config=configs.jamba,
+        names=_JAMBA,
+        experts="feed_forward.experts",
+        undo=lambda meta: {"mamba.A_log": Logarithm()},
+        gating=SOFTMAX,
+    ),
+    "kimi-linear": Architecture(
+        family="kimi_linear",
+        config=configs.kimi_linear,
+        names={**_LATENT, **_DELTA},
+        undo=lambda meta: {"forget_gate.A_log": Logarithm()},
+        joined=lambda meta: [_EXPANDED, _CONVOLVED],
+        gating=SIGMOID,
     ),
     "laguna": Architecture(
         family="laguna", config=configs.laguna, names={"attn_gate": "self_attn.g_proj"}, gating=SIGMOID
@@ -368,7 +450,10 @@ ARCHITECTURES = {
         config=configs.minimax_m3,
         names=_BLOCK_INDEXER,
         undo=lambda meta: {"norm.weight": MinusOne()},
-        joined=lambda meta: [_fused("_shexp", "mlp.shared_experts"), _fused("", "mlp")],
+        joined=lambda meta: [
+            _fused("_shexp", "mlp.shared_experts.gate_up_proj"),
+            _fused("", "mlp.gate_up_proj"),
+        ],
         gating=SIGMOID,
     ),
     "mistral4": _DEEPSEEK(family="mistral4", within="mistral3", config=configs.mistral4, gating=SOFTMAX),
@@ -378,7 +463,7 @@ ARCHITECTURES = {
         names=_MIXERS,
         experts="mixer.experts",
         gated=False,
-        undo=lambda meta: {**_halves(meta), "mixer.A_log": Logarithm()},
+        undo=_mamba_halves,
         gating=SIGMOID,
     ),
     "olmoe": Architecture(family="olmoe", config=configs.olmoe, gating=SOFTMAX),
@@ -404,22 +489,25 @@ ARCHITECTURES = {
         buffers=_n_gram_hashes,
     ),
     "qwen3vlmoe": _QWEN3,  # the text part; for text its three positions are equal
+    "step35": Architecture(
+        family="step3p5",
+        within="step3p7",
+        config=configs.step35,
+        names={"attn_gate": "self_attn.g_proj"},
+        in_config=("rope_freqs.weight",),
+        undo=lambda meta: {"norm.weight": MinusOne()},
+        gating=SIGMOID,
+    ),
 }
 """Architectures by `general.architecture`."""
 UNREAD = {
     "bailingmoe3": "bailing_hybrid",
-    "dbrx": "dbrx",
-    "deepseek2-ocr": "unlimited_ocr",
     "dots3note": "dots3_note",
     "glm5-next": "glm5_next",
     "granite_swa": "granitemoe_swa",
-    "granitehybrid": "granitemoehybrid",
     "hy_v4": "hy_v4",
-    "jamba": "jamba",
-    "kimi-linear": "kimi_linear",
     "minimax-01": "minimax",
     "phimoe": "phimoe",
-    "step35": "step3p7",
 }
 """Architectures that are not read, of families that run in Hugging Face format."""
 _LOSSES = {"phimoe": "llama.cpp's converter leaves short_mscale and long_mscale out, factors of its rotary embedding"}
@@ -445,7 +533,7 @@ def find_architecture(meta: Metadata) -> Architecture:
             f"is of the architecture {meta.architecture!r}, expected one of {', '.join(ARCHITECTURES)}; moetool runs "
             "no family of it, so use another model"
         )
-    if not meta.get("expert_count"):
+    if not (experts := meta.get("expert_count")) or (experts == 1 and not meta.has("ffn_gate_inp.weight")):
         raise UsageError(f"has no experts (architecture {meta.architecture}); use a mixture-of-experts model")
     if meta.architecture == "deepseek2" and meta.gating == SOFTMAX:
         scaled = meta.get("attention.temperature_scale")  # of Mistral Large 3

@@ -1,5 +1,6 @@
 """Inverse of the tensor changes of llama.cpp's converter."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,6 +54,36 @@ class Concatenated:
 
     def __call__(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Convolutions:
+    """Join the channels of convolutions, each [1, channels, 1, width]; quantizers omit the first dimension."""
+
+    def shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+        return (sum(math.prod(shape[:-1]) for shape in shapes), 1, shapes[0][-1])
+
+    def __call__(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part.flatten(0, -2) for part in parts.values()])
+
+
+@dataclass(frozen=True, slots=True)
+class FlatExperts:
+    """Put the matrices of all experts below each other.
+
+    Attributes:
+        transposed: whether the model has them transposed.
+    """
+
+    transposed: bool
+
+    def shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+        ((experts, rows, columns),) = shapes
+        return (experts * columns, rows) if self.transposed else (experts * rows, columns)
+
+    def __call__(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        matrices = _only(parts)  # of one expert or all
+        return (matrices.mT if self.transposed else matrices).flatten(0, -2)
 
 
 @dataclass(frozen=True, slots=True)

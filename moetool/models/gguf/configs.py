@@ -1,6 +1,7 @@
 """Configs of transformers' families from the headers of GGUF files."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from moetool.base.errors import UsageError
@@ -177,6 +178,19 @@ def deepseek(meta: Metadata) -> dict[str, Any]:
     return config
 
 
+def deepseek_ocr(meta: Metadata) -> dict[str, Any]:
+    if (window := meta.get("attention.sliding_window")) is not None:  # of Unlimited-OCR
+        raise UsageError(
+            f"attends to {window} tokens of its answer and to all of its prompt, which moetool cannot serve"
+        )
+    return {
+        **routed(meta),
+        "mlp_layer_types": _sparse_layers(meta),
+        "layer_types": ["full_attention"] * meta.num_layers,
+        "rope_parameters": {"rope_type": "default", "rope_theta": meta("rope.freq_base")},  # its dimension_count is 0
+    }
+
+
 def mistral4(meta: Metadata) -> dict[str, Any]:
     config = deepseek(meta)
     rope, head_dim = meta("rope.dimension_count"), config["qk_nope_head_dim"] + meta("rope.dimension_count")
@@ -349,25 +363,36 @@ def llama4(meta: Metadata) -> dict[str, Any]:
         "intermediate_size_mlp": meta("feed_forward_length"),
         "moe_layers": [layer for layer, sparse in enumerate(meta.layers_with("ffn_gate_inp.weight")) if sparse],
         "use_qk_norm": meta.num_experts != 128,  # so llama.cpp tells Maverick from Scout
-        "rope_parameters": {**rope, **_llama3(meta, rope["rope_theta"])},
+        "rope_parameters": {**rope, **_llama3(meta.rope_factors, rope["rope_theta"])},
     }
 
 
-def _llama3(meta: Metadata, theta: float) -> dict[str, Any]:
-    """Scaling by one factor of the rotary frequencies from a first one on, as `rope_freqs.weight` lists it."""
-    factors = meta.rope_factors
-    scaled = [number for number, factor in enumerate(factors) if factor != 1]
-    if not scaled:
+def _llama3(factors: Sequence[float], theta: float) -> dict[str, Any]:
+    """llama3's scaling of rotary frequencies by these factors: one from some wavelength on, and a transition to it.
+
+    In the transition, the share of a frequency that stays is linear in it.
+    """
+    if all(factor == 1 for factor in factors):
         return {}
-    if scaled != [*range(scaled[0], len(factors))] or len({factors[number] for number in scaled}) > 1:
-        raise UsageError(
-            f"scales rotary frequencies by {sorted(set(factors))}, expected one factor from a first one on"
-        )
-    between = 2 * math.pi * theta ** ((scaled[0] - 0.5) / len(factors))  # wavelengths of its neighbours differ from it
-    return {
-        **{"rope_type": "llama3", "factor": factors[-1], "low_freq_factor": 1.0, "high_freq_factor": 1.0},
-        "original_max_position_embeddings": round(between),
-    }
+    wrong = UsageError(f"scales rotary frequencies by {sorted(set(factors))}, expected llama3's scaling")
+    if (whole := factors[-1]) == 1:
+        raise wrong
+    made: dict[str, Any] = {"rope_type": "llama3", "factor": whole, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    turns = [theta ** (-number / len(factors)) / (2 * math.pi) for number in range(len(factors))]
+    stays = [(1 / factor - 1 / whole) / (1 - 1 / whole) for factor in factors]
+    first, *others = [number for number, factor in enumerate(factors) if factor not in (1, whole)] or [0]
+    if others:
+        slope = (stays[first] - stays[others[-1]]) / (turns[first] - turns[others[-1]])
+        made["high_freq_factor"] = round(1 + 1 / (slope * turns[first] - stays[first]), 3)  # of numbers in float32
+        context = slope * (made["high_freq_factor"] - 1)
+        expected = [min(1.0, max(0.0, stays[first] + slope * (turn - turns[first]))) for turn in turns]
+    else:
+        first = factors.index(whole)
+        context = theta ** ((first - 0.5) / len(factors)) * 2 * math.pi  # between wavelengths of its neighbours
+        expected = [float(number < first) for number in range(len(factors))]
+    if max(abs(stay - other) for stay, other in zip(stays, expected, strict=True)) > 1e-5:
+        raise wrong
+    return {**made, "original_max_position_embeddings": round(context)}
 
 
 def mimo(meta: Metadata) -> dict[str, Any]:
@@ -389,6 +414,34 @@ def mimo(meta: Metadata) -> dict[str, Any]:
             "full_attention": rope,
             "sliding_attention": {**rope, "rope_theta": meta.get("rope.freq_base_swa", rope["rope_theta"])},
         },
+    }
+
+
+def step35(meta: Metadata) -> dict[str, Any]:
+    _normalized(meta)
+    sliding = _sliding(meta)
+    heads = dict(zip(sliding["layer_types"], by_layer(meta, "attention.head_count"), strict=True))
+    config = {
+        **sliding,
+        "n_routed_experts": meta.num_experts,
+        "num_attention_heads": heads.get("full_attention", max(heads.values())),
+        "num_sliding_attention_heads": heads.get("sliding_attention"),
+        "share_expert_dim": meta("expert_shared_feed_forward_length"),
+        "pad_token_id": meta.values.get("tokenizer.ggml.padding_token_id", 0),  # the family needs one
+        "moe_router_scaling_factor": meta.get("expert_weights_scale", 1.0),
+        "mlp_layer_types": _sparse_layers(meta),
+    }
+    for name, key in (("swiglu_limits", "swiglu_clamp_exp"), ("swiglu_limits_shared", "swiglu_clamp_shexp")):
+        if meta.get(key) is not None:
+            config[name] = by_layer(meta, key)
+    head_dim = meta("attention.key_length")
+    rope = _rope(meta, head_dim)
+    share = rope.get("partial_rotary_factor", 1.0) / 2  # llama.cpp's graph fixes the half
+    half = {**rope, "partial_rotary_factor": share}
+    half |= _llama3(meta.rope_factors[: int(head_dim * share) // 2], rope["rope_theta"])
+    theta = meta.get("rope.freq_base_swa", rope["rope_theta"])
+    return config | {
+        "rope_parameters": {"full_attention": half, "sliding_attention": {**rope, "rope_theta": theta}},
     }
 
 
@@ -478,6 +531,66 @@ def granite(meta: Metadata) -> dict[str, Any]:
     }
 
 
+def granite_hybrid(meta: Metadata) -> dict[str, Any]:
+    attends = meta.layers_with("attn_q.weight")
+    return {
+        **granite(meta),
+        **_mamba(meta),
+        "shared_intermediate_size": meta("expert_shared_feed_forward_length"),
+        "position_embedding_type": "rope" if meta.get("rope.scaling.finetuned", True) else None,
+        "layer_types": ["full_attention" if attention else "linear_attention" for attention in attends],
+        "mamba_n_groups": meta("ssm.group_count"),
+        "mamba_n_heads": meta("ssm.time_step_rank"),
+        "mamba_d_head": meta("ssm.inner_size") // meta("ssm.time_step_rank"),
+    }
+
+
+def jamba(meta: Metadata) -> dict[str, Any]:
+    attention = _every(meta.layers_with("attn_q.weight"), "attention")
+    experts = _every(meta.layers_with("ffn_gate_inp.weight"), "experts")
+    return {
+        **_mamba(meta),
+        "num_experts": meta.num_experts,
+        "mamba_dt_rank": meta("ssm.time_step_rank"),
+        **dict(zip(("attn_layer_period", "attn_layer_offset"), attention, strict=True)),
+        **dict(zip(("expert_layer_period", "expert_layer_offset"), experts, strict=True)),
+    }
+
+
+def _mamba(meta: Metadata) -> dict[str, Any]:
+    return {
+        "mamba_d_state": meta("ssm.state_size"),
+        "mamba_d_conv": meta("ssm.conv_kernel"),
+        "mamba_expand": meta("ssm.inner_size") // meta("embedding_length"),
+        "mamba_conv_bias": meta.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": meta.has("ssm_in.bias"),
+    }
+
+
+def _every(there: list[bool], what: str) -> tuple[int, int]:
+    """Period and first of regularly spaced layers. Raises: UsageError: they are not."""
+    layers = [layer for layer, found in enumerate(there) if found]
+    first, second = (*layers, 0, 0)[:2]
+    period = second - first if second else len(there)
+    if layers != [layer for layer in range(len(there)) if layer % period == first]:
+        raise UsageError(f"has {what} in layers {layers}, expected one layer of so many")
+    return period, first
+
+
+def kimi_linear(meta: Metadata) -> dict[str, Any]:
+    attends = meta.layers_with("attn_kv_a_mqa.weight")
+    return {
+        **deepseek(meta),
+        "num_local_experts": meta.num_experts,
+        "norm_topk_prob": True,  # llama.cpp's graph fixes it
+        "mlp_layer_types": _sparse_layers(meta),
+        "layer_types": ["full_attention" if latent else "linear_attention" for latent in attends],
+        "linear_head_dim": meta("kda.head_dim"),
+        "linear_num_heads": meta("attention.head_count"),
+        "linear_conv_kernel_dim": meta("ssm.conv_kernel"),
+    }
+
+
 def ernie(meta: Metadata) -> dict[str, Any]:
     return {
         "moe_num_experts": meta.num_experts,
@@ -494,6 +607,26 @@ def hunyuan(meta: Metadata) -> dict[str, Any]:
         "num_experts": meta.num_experts,
         "moe_topk": meta("expert_used_count"),
         "intermediate_size": meta("expert_feed_forward_length"),  # of the shared expert too
+    }
+
+
+def dbrx(meta: Metadata) -> dict[str, Any]:
+    rope = _rope(meta, meta("embedding_length") // meta("attention.head_count"))
+    return {
+        "d_model": meta("embedding_length"),
+        "n_heads": meta("attention.head_count"),
+        "n_layers": meta.num_layers,
+        "max_seq_len": meta("context_length"),
+        "attn_config": {
+            "kv_n_heads": meta("attention.head_count_kv"),
+            "clip_qkv": meta("attention.clamp_kqv"),
+            "rope_theta": rope["rope_theta"],
+        },
+        "ffn_config": {
+            "ffn_hidden_size": meta("feed_forward_length"),
+            "moe_num_experts": meta.num_experts,
+            "moe_top_k": meta("expert_used_count"),
+        },
     }
 
 

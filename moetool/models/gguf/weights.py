@@ -168,7 +168,7 @@ def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> di
     }
     found = {}
     for layer in range(meta.num_layers):
-        block = f"{architecture.decoder}.layers.{layer}"
+        block = architecture.path(f"{architecture.layers}.{layer}")
         for target, leaves, undo in architecture.joined(meta):
             names = [f"blk.{layer}.{leaf}" for leaf in leaves]
             if left.keys() >= set(names):
@@ -223,8 +223,12 @@ def _expert_part(tensors: dict[str, str], shapes: list[tuple[int, ...]], archite
 
 def _whole_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of a parameter, with the dimensions of size one that llama.cpp omits."""
-    if parameter.endswith(("mixer.A_log", "mixer.D", "mixer.norm.weight")):
+    if parameter.endswith("forget_gate.A_log"):
+        return (1, 1, math.prod(shape), 1)
+    if parameter.endswith(("mixer.norm.weight", "mamba.norm.weight", ".D")):
         return (math.prod(shape),)
+    if parameter.endswith("A_log") and shape[-1:] == (1,):
+        return shape[:-1]
     if parameter.endswith(("conv.weight", "conv1d.weight")) and len(shape) == 2:
         return (shape[0], 1, shape[1])
     if parameter.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")):

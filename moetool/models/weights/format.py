@@ -80,8 +80,9 @@ def unpack(codec: Codec, stored: Stored, shape: Sequence[int], dtype: torch.dtyp
     Args:
         shape: shape of the weight.
     """
-    stacked = len(shape) > 2 and max(tensor.dim() for tensor in stored.values()) >= len(shape)
-    if stacked and not isinstance(codec, Dense):
+    first = {tensor.shape[:1] for tensor in stored.values()}
+    stacked = len(shape) > 2 and any(tensor.dim() >= len(shape) for tensor in stored.values())
+    if stacked and first == {tuple(shape[:1])} and not isinstance(codec, Dense):
         shares = zip(*(tensor.unbind() for tensor in stored.values()), strict=True)
         return torch.stack([unpack(codec, dict(zip(stored, s, strict=True)), shape[1:], dtype) for s in shares])
     natural = tuple(shape[::-1]) if codec.transposed else tuple(shape)
