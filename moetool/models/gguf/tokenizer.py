@@ -23,6 +23,14 @@ _DEEPSEEK_V3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 """Source: tokenizer.json of deepseek-ai/DeepSeek-V3."""
+_UPPER, _LOWER = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+_WORDS = "|".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{letters}(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    for letters in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
+)
+_KIMI_K2 = rf"\p{{Han}}+|{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Source: tokenization_kimi.py of moonshotai/Kimi-K2-Instruct; llama.cpp splits words without regard to case."""
+_OWN = {"deepseek-v3": _DEEPSEEK_V3, "kimi-k2": (_KIMI_K2,)}
 
 
 def read_gguf_tokenizer(file: Path, kind: Any, rule: Any) -> Any:
@@ -40,7 +48,7 @@ def read_gguf_tokenizer(file: Path, kind: Any, rule: Any) -> Any:
     from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
 
     splits = theirs.GGUF_PRE_TOKENIZER_SPLITS
-    known = {*splits, *_GPT2, *_SAME_AS, "deepseek-v3"}
+    known = {*splits, *_GPT2, *_SAME_AS, *_OWN}
     if kind == "gpt2" and rule not in known:
         found = (
             "does not name its rule for splitting text (tokenizer.ggml.pre)"
@@ -50,7 +58,7 @@ def read_gguf_tokenizer(file: Path, kind: Any, rule: Any) -> Any:
         raise UsageError(f"{file} {found}; put the original model's tokenizer.json into the same directory")
     made = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
     if kind == "gpt2" and rule not in splits:
-        patterns = _DEEPSEEK_V3 if rule == "deepseek-v3" else [splits[_SAME_AS[rule]]] if rule in _SAME_AS else []
+        patterns = [splits[_SAME_AS[rule]]] if rule in _SAME_AS else _OWN.get(rule, ())
         made.backend_tokenizer.pre_tokenizer = _pre_tokenizer(patterns, digits=rule in _DIGITS)
     return made
 
