@@ -178,10 +178,10 @@ class BatchLoop:
                 if self.ranks.knows(gpu, channel):
                     self._heard(gpu, message)
             case "decided":
-                epoch, batch, found = value
+                epoch, batch, decision = value
                 # Without lookahead a decision is about a batch that has not begun, so it is never late.
                 begun = self._cohort if self.placing.control.looks_ahead else -1
-                self._migrate(self.placing.decided(epoch, batch, found, begun))
+                self._migrate(self.placing.decided(epoch, batch, decision, begun))
             case "use":
                 self._use(*value)
 
@@ -211,7 +211,8 @@ class BatchLoop:
         self.began = None
         self._late.clear()
         self._done.clear()
-        self.ranks.call(self.placing.order(self.ranks.there))
+        waits = bool(self.requests.pending)
+        self.ranks.call(self.placing.order(self.ranks.next_members(waits)), waits=waits)
 
     def _heard(self, gpu: int, message: dict[str, Any]) -> None:
         generation = message.get("generation", self.ranks.generation)
@@ -238,7 +239,8 @@ class BatchLoop:
         """Begin what can begin now: a generation, a decision or a batch."""
         if self.state == "ready" and self.ranks.gone:
             raise MoetoolError("all ranks have ended, and none of them can be restarted")
-        if self.state == "starting" and len(self.ranks.ranks) == len(self._cluster.gpus) and not self.ranks.members:
+        is_complete = len(self.ranks.ranks) == len(self._cluster.gpus)
+        if not self.ranks.members and (is_complete if self.state == "starting" else self.ranks.there):
             self._form()
         if self.state == "starting" or not self.ranks.whole or self.began is not None:
             # A queue that fills the next batch is decided at once; a shorter one gets time to fill.
@@ -250,8 +252,7 @@ class BatchLoop:
             elif self.ranks.whole and known:
                 self._end_for_joins()
             return
-        back = self.ranks.there != self.ranks.members
-        if back and not self.requests.running:  # a rank has returned or is leaving, and no request runs
+        if self._members_change and not self.requests.running:
             self._form()
         elif self.requests.running or (self.requests.pending and self._is_due()):
             if not self.placing.control.looks_ahead:
@@ -262,9 +263,14 @@ class BatchLoop:
             if is_decided or self.requests.running:  # running requests wait for no decision
                 self._begin(now - self._due, joins=is_decided or not self.placing.control.looks_ahead)
 
+    @property
+    def _members_change(self) -> bool:
+        """Whether a rank has returned or is leaving, so that a generation is due once no request runs."""
+        return self.ranks.next_members(bool(self.requests.pending)) != self.ranks.members
+
     def _join(self) -> None:
         """Add waiting requests to the running batch while seats are free."""
-        if self.began is None or not self.requests.pending or self.ranks.there != self.ranks.members:
+        if self.began is None or not self.requests.pending or self._members_change:
             return
         chosen = self._choose(keeps_running=True)
         for gpu, requests in self.requests.begin(chosen).items():
@@ -276,7 +282,7 @@ class BatchLoop:
         """End the running batch if waiting requests have seats and no decision about them is due."""
         if self._ending or not self.requests.pending or self.began is None:
             return
-        if self.ranks.there != self.ranks.members:
+        if self._members_change:
             return  # a rank rejoins or leaves when the running requests have ended
         asked = self.placing.deciding
         if asked is not None and time.monotonic() - asked <= self.patience_s:
@@ -327,8 +333,7 @@ class BatchLoop:
             joins: whether waiting requests join.
         """
         self._migrate(self.placing.stages())
-        back = self.ranks.there != self.ranks.members
-        chosen = self._choose(keeps_running=True) if joins and not back else []
+        chosen = self._choose(keeps_running=True) if joins and not self._members_change else []
         self.batch += 1
         self._cohort += bool(chosen)
         self.began, self._first_token, self._ending = time.monotonic(), False, False

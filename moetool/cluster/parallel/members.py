@@ -78,7 +78,7 @@ class Members:
     experts; and, after all do and are told to join, that it has joined. A silent rank is ended. A lost rank is
     restarted and waits for the next call. If it ends before its hello, or cannot start, it is retried, five times in
     all. A rank without a machine waits for one. A rank that is leaving (SIGTERM) is not called; it is released once the
-    others are complete, and waits for its machine to join again.
+    others are complete, or no request waits if all leave, and waits for its machine to join again.
 
     Args:
         post: puts an event into the head's queue.
@@ -113,6 +113,7 @@ class Members:
         self._tries: dict[int, int] = {}  # failed starts of ranks that are being restarted
         self.starting: set[int] = set()
         self._leaving: set[int] = set()
+        self._released: set[int] = set()  # leaving ranks that are told to end
         self._without_machine: set[int] = set()  # restarting ranks without a machine
         self._deadline: float | None = None
         self._over = threading.Event()
@@ -121,6 +122,10 @@ class Members:
     def there(self) -> list[int]:
         """Live ranks that are not leaving, in this generation or not."""
         return sorted(self.ranks.keys() - self._leaving)
+
+    def next_members(self, waits: bool) -> list[int]:
+        """Return the ranks of the next generation: those that stay; if none does, all while requests wait."""
+        return self.there or (sorted(self.ranks.keys() - self._released) if waits else [])
 
     @property
     def gone(self) -> bool:
@@ -145,6 +150,7 @@ class Members:
     def lose(self, gpu: int) -> bool:
         """Record that a rank has ended, and restart it. Returns whether it was a member."""
         del self.ranks[gpu]
+        self._released.discard(gpu)
         then = "restarting it"
         if gpu in self._leaving:
             self._without_machine.add(gpu)
@@ -165,15 +171,16 @@ class Members:
         elif gpu in self._tries and gpu not in self.starting:  # otherwise it is the previous process
             self._start_again(gpu)
 
-    def call(self, order: Mapping[str, Any]) -> None:
+    def call(self, order: Mapping[str, Any], *, waits: bool = False) -> None:
         """Have all live ranks form the next generation.
 
         Args:
             order: further data for them: the placement and its version.
+            waits: whether requests wait, as for `next_members`.
         """
-        self.members, self.whole, self._deadline = self.there, False, None
+        self.members, self.whole, self._deadline = self.next_members(waits), False, None
         if not self.members:
-            self._let_go()
+            self._release_leaving()
             return
         self.generation += 1
         self._deadline = monotonic() + _ALIVE_S
@@ -204,7 +211,7 @@ class Members:
         elif self._served and len(self.members) < len(self._served):
             self._narrate(f"{len(self.members)} of {self._num_gpus} ranks serve, with all experts")
         self._served = frozenset(self.members)
-        self._let_go()
+        self._release_leaving()
         return True
 
     def end_silent(self) -> None:
@@ -242,8 +249,10 @@ class Members:
         for gpu in self.ranks:
             self.send(gpu, {"kind": "stop"})
 
-    def _let_go(self) -> None:
-        for gpu in self._leaving & self.ranks.keys():
+    def _release_leaving(self) -> None:
+        """End the leaving ranks that are no members, each once."""
+        for gpu in self._leaving & self.ranks.keys() - {*self.members} - self._released:
+            self._released.add(gpu)
             threading.Thread(target=self._launcher.release, args=(gpu,), name=f"release-{gpu}", daemon=True).start()
 
     def _start_again(self, gpu: int) -> None:
@@ -258,7 +267,7 @@ class Members:
 
     def _restart(self, gpu: int, wait_s: float) -> None:
         if gpu in self._leaving:
-            self._launcher.release(gpu)  # if it ended before it was let go
+            self._launcher.release(gpu)  # if it ended by itself
             self._leaving.discard(gpu)
         while not self._over.wait(wait_s):
             try:

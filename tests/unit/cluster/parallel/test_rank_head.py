@@ -455,6 +455,76 @@ def test_a_rank_that_leaves_finishes_its_requests_first(ends_at_once: bool, monk
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("dies", [False, True])
+def test_ranks_that_all_leave_answer_the_waiting_requests_first(dies: bool) -> None:
+    head, channels = open_head()
+    batches, ranks, launched = head.loop, head.loop.ranks, head.launcher
+    assert isinstance(launched, Launched)
+    answers = [submit(head), submit(head)]
+    batches.advance()
+    answers.append(submit(head))
+    for gpu in (0, 1):
+        say(head, channels, gpu, {"kind": "leaving"})
+    if dies:
+        batches.step("gone", (1, channels[1]))
+        for kind in ("alive", "holds", "formed"):
+            say(head, channels, 0, {"kind": kind, "generation": ranks.generation})
+    while batches.requests.pending or batches.requests.running:
+        batches.advance()
+        assert batches.requests.running and not set(launched.released) & set(ranks.members)
+        for number, request in list(batches.requests.running.items()):
+            last = {"request": number, "token": 1, "finish": "length"}
+            say(head, channels, request.gpu, {"kind": "tokens", "outputs": [last]})
+        for gpu in ranks.members:
+            say(head, channels, gpu, done(ranks.generation, batches.batch))
+    assert [outputs[-1].finish for outputs in answers] == ["length"] * 3
+    batches.advance()
+    assert not batches.requests.running and not ranks.members
+    eventually(lambda: set(launched.released) == {0, 1})
+    ranks.dismiss()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_that_leaves_while_a_generation_forms_is_released_once_by_the_next() -> None:
+    launched = Launched()
+    ranks = Members(3, launched, lambda kind, value: None)
+
+    def form(*members: int) -> None:
+        for kind in ("holds", "formed"):
+            for gpu in members:
+                ranks.heard(gpu, kind, ranks.generation)
+
+    for gpu in range(3):
+        ranks.greet(gpu, Told(), ("", 0))
+    ranks.call({})
+    ranks.leave(2)
+    form(0, 1, 2)
+    assert ranks.whole and not launched.released  # the others would wait for it
+    for _ in range(2):
+        ranks.call({})
+        form(0, 1)
+    ranks.leave(1)
+    ranks.call({})
+    form(0)
+    eventually(lambda: 1 in launched.released)
+    assert launched.released == [2, 1]
+
+
+def test_a_rank_that_returns_after_all_were_lost_serves() -> None:
+    head, channels = open_head()
+    for gpu in (0, 1):
+        head.loop.step("gone", (gpu, channels[gpu]))
+    assert not head.loop.ranks.members and head.state == "ready"
+    hello = {"revision": SPEC.revision, "migration": ["", 0], "max_context": 64, "seats": 1, "memory_bytes": {}}
+    head.loop.step("hello", (1, channels[1], hello))
+    form(head, channels)
+    submit(head)
+    head.loop.advance()
+    assert head.loop.ranks.members == [1] and len(head.loop.requests.running) == 1
+    head.loop.ranks.dismiss()
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_rank_that_cannot_be_started_is_tried_again() -> None:
     launched = Launched(fail=2)
     posted: list[tuple[str, Any]] = []
