@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 from moetool.base.errors import MismatchError
 
@@ -12,6 +13,9 @@ class Worker:
     def __init__(self, name: str) -> None:
         if name == "wrong":
             raise MismatchError("found a, expected b; do c")
+        if name.startswith("/"):
+            Path(name).touch()
+            time.sleep(600)
         self.name = name
 
     def say(self, word: str) -> str:
@@ -34,5 +38,5 @@ class Worker:
 
 
 def build(name: str) -> Worker:
-    """Build a worker of that name; `wrong` fails."""
+    """Build a worker of that name; `wrong` fails, and a path is made and never built."""
     return Worker(name)

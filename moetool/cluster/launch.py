@@ -278,22 +278,18 @@ class Workers:
 
     def kill(self, n: int) -> None:
         """Kill a worker if it lives; later calls of it fail."""
-        if (link := self._links[n]) is None:
-            return
-        _LOG.info("ending the process of %s", self._names[n])
-        link.close("it was killed")  # a requested end is not reported
-        self._machines.end(n, link.record)
-        if self._detached.folder is not None:
-            self._detached.folder.forget(n)
+        if (link := self._links[n]) is not None:
+            self._kill(n, link)
 
     def release(self, n: int) -> None:
         """End a drained worker, and start none in its place until its machine has joined again."""
+        link = self._links[n]  # once, since a replacement may start meanwhile
         self._machines.release(n)
-        if (link := self._links[n]) is not None:
+        if link is not None:
             with contextlib.suppress(MoetoolError):  # its process is ended below
                 link.end(_CLOSE_S)
                 link.wait(_GONE_S)
-        self.kill(n)
+            self._kill(n, link)
 
     def watch(self, n: int, on_death: Callable[[int], None]) -> None:
         """Call `on_death(n)` in another thread if the current process of a worker ends unexpectedly."""
@@ -324,6 +320,13 @@ class Workers:
             if self._detached.folder is not None:
                 self._detached.folder.forget(n)
         self._machines.close()
+
+    def _kill(self, n: int, link: WorkerLink) -> None:
+        _LOG.info("ending the process of %s", self._names[n])
+        link.close("it was killed")  # a requested end is not reported
+        self._machines.end(n, link.record)
+        if self._detached.folder is not None and self._links[n] is link:
+            self._detached.folder.forget(n)
 
     def _start(self, n: int) -> None:
         folder, port = self._detached.folder, self._detached.port

@@ -5,11 +5,11 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moetool.base.errors import MoetoolError, UsageError, first_line
+from moetool.base.errors import CapacityError, MoetoolError, UsageError, first_line
 from moetool.cluster.ray_check import ask_head, require_fitting, use_mode
 from moetool.cluster.ray_hosts import choose, head_of
 from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, end_process, start_process
@@ -46,14 +46,18 @@ class RayMachines:
             _connect(self._ray, address)
         self._lock = threading.Lock()
         self._nodes: list[str | None] = [None] * len(names)
-        self._released: set[tuple[int, str | None]] = set()  # each `ray start` has a new number
+        # Address of the machine, and the nodes of Ray at the release: each `ray start` makes a new one.
+        self._released: dict[int, tuple[str | None, frozenset[str]]] = {}
         self.toward = head_of(self._ray.nodes())
 
     def start(self, n: int, order: ProcessOrder) -> ProcessRecord:
         """Start a process on its machine. Raises: CapacityError, MoetoolError."""
         with self._lock:
+            nodes = self._ray.nodes()
+            if n in self._released:
+                self._nodes[n] = self._joined_again(n, nodes)
+                del self._released[n]
             taken = {*self._nodes[:n], *self._nodes[n + 1 :]}
-            nodes = [node for node in self._ray.nodes() if (n, node["NodeID"]) not in self._released]
             self._nodes[n] = node = choose(self._names[n], self._nodes[n], taken, nodes)
         record: ProcessRecord = self._run(node, _START_S, _start_there, order, self._threads)
         return replace(record, machine=node)
@@ -72,12 +76,27 @@ class RayMachines:
 
     def release(self, n: int) -> None:
         """Start no process of this worker on its machine until that has joined again."""
-        self._released.add((n, self._nodes[n]))
+        with self._lock:
+            if n in self._released:
+                return
+            addresses: dict[str, str] = {}
+            with contextlib.suppress(Exception):  # Ray's own errors when its head is gone: all machines join again
+                addresses = {str(node["NodeID"]): node["NodeManagerAddress"] for node in self._ray.nodes()}
+            self._released[n] = addresses.get(str(self._nodes[n])), frozenset(addresses)
 
     def close(self) -> None:
         """Leave Ray."""
         if self._own:
             self._ray.shutdown()
+
+    def _joined_again(self, n: int, nodes: Sequence[Mapping[str, Any]]) -> str:
+        """Return the new node of a released worker's machine. Raises: CapacityError: it has not joined again."""
+        address, before = self._released[n]
+        for node in nodes:
+            is_new = node["Alive"] and str(node["NodeID"]) not in before
+            if is_new and address in (None, node["NodeManagerAddress"]):
+                return str(node["NodeID"])
+        raise CapacityError(f"{self._names[n]} was drained; it returns when its machine joins again with: ray start")
 
     def _node_of(self, record: ProcessRecord) -> str | None:
         there = {str(node["NodeID"]): node["NodeManagerAddress"] for node in self._ray.nodes() if node["Alive"]}

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -122,17 +122,20 @@ class WorkerProcess:
                 return
         self._acceptor.close()
 
-    def drain(self) -> None:
+    def drain(self) -> bool:
         """Have the worker finish its requests. Its head then ends the process; without a head it ends by itself.
+
+        Returns:
+            Whether it may have any: it is built, and serves requests.
 
         Effects: starts a thread.
         """
-        threading.Thread(target=self._drain, name="drain", daemon=True).start()
+        if (work := getattr(self._worker, "drain", None)) is None:
+            return False
+        threading.Thread(target=self._drain, args=(work,), name="drain", daemon=True).start()
+        return True
 
-    def _drain(self) -> None:
-        if (work := getattr(self._worker, "drain", None)) is None:  # not built yet, or without requests
-            self._over.set()
-            return
+    def _drain(self, work: Callable[[], None]) -> None:
         try:
             work()
         finally:
@@ -302,7 +305,8 @@ def serve_order(order: ProcessOrder) -> None:
 
     def drain(*_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
-        process.drain()
+        if not process.drain():
+            signal.raise_signal(signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, drain)
     process.run()

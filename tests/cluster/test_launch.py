@@ -20,7 +20,7 @@ from moetool.base.errors import CapacityError, MismatchError, MoetoolError, Usag
 from moetool.cluster.certificates import Authority, self_signed
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.fork_server import ForkServer
-from moetool.cluster.launch import ClusterAddress, Detached, Workers
+from moetool.cluster.launch import ClusterAddress, Detached, ThisMachine, Workers
 from moetool.cluster.worker_link import WorkerDied, WorkerLink, serves
 from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, end_process, lives, start_process
 from tests.identities import identity
@@ -289,6 +289,26 @@ def test_a_process_that_is_asked_to_end_drains_and_waits_for_its_head(tmp_path: 
     popen.terminate()  # a second one does not wait
     assert popen.wait(PATIENCE_S) == -signal.SIGTERM
     link.close("it has ended")
+
+
+def test_a_process_that_is_asked_to_end_before_its_worker_is_built_ends_at_once(tmp_path: Path) -> None:
+    head, begun = identity("head"), tmp_path / "begun"
+    record, popen = start_process(ProcessOrder(mark="m", authority=head.authority, orphan_s=600.0))
+    order = {"do": "build", "build": "tests.launched:build", "arguments": {"name": str(begun)}}
+    link = WorkerLink("first", record, head, order)
+    eventually(begun.exists)
+    popen.terminate()
+    assert popen.wait(PATIENCE_S) == -signal.SIGTERM
+    link.close("it has ended")
+
+
+def test_a_release_spares_the_process_that_was_started_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Workers(ClusterAddress(count=1), build, [{"name": "a"}], ["first"])
+    before = made.pid(0)
+    monkeypatch.setattr(ThisMachine, "release", lambda self, n: made.restart(n))
+    made.release(0)
+    assert made.pid(0) != before and made.call(0, "say", "x") == "a: x" and not _lives(before)
+    made.close()
 
 
 def test_a_worker_that_is_released_starts_no_more_on_its_machine() -> None:
