@@ -32,6 +32,7 @@ SEES: Mapping[str, str] = {
 }
 """DIRECTOR's modes (§ III, § VIII-B), and the requests that each plans for: none, the last served ones, the waiting
 ones, or predictions for the waiting ones. vanilla starts uniform, the others from the history."""
+_CALLS, _STEPS = "remote calls", "T_comp + T_comm"
 _FREE_SLOTS = (0, 1)
 """Slots per GPU that the planner leaves free, in the order of tries: one only if moves otherwise have no room."""
 
@@ -118,6 +119,7 @@ class Decision:
         migration: ordered moves to it (none if it is the current one), both sides of Prism's Eq. 4, and T_comp
             + T_comm over the horizon, if costs are in seconds and `latency` does not decide.
         gain_s: gain of moving (`Replanner.weighs`).
+        gain_of: what the gain counts: `remote calls`, or `T_comp + T_comm` where their costs are measured.
         cost_s: cost of moving.
         made: whether to migrate.
         reason: explanation for users.
@@ -132,6 +134,7 @@ class Decision:
     made: bool
     reason: str
     saw: str
+    gain_of: str = _CALLS
     predict_s: float = 0.0
     plan_s: float = 0.0
 
@@ -196,13 +199,14 @@ def decide(
     judged = judged or [(observed.tokens_GLE, new_GLE)]
     priced = costs.latency.unit == "s" and not batched
     plan = _eq4(in_force, new_GLE, moves, judged, observed.horizon_tokens, costs, priced=priced)
-    gain_s, cost_s = plan.saved_s, max(plan.eq3_s, plan.seconds)
+    gain_s, cost_s, gain_of = plan.saved_s, max(plan.eq3_s, plan.seconds), _CALLS
     if replanner.weighs == "steps" and plan.step_saved_s is not None:
-        gain_s = plan.step_saved_s
+        gain_s, gain_of = plan.step_saved_s, _STEPS
     if replanner.weighs == "printed":
         cost_s = plan.printed_s
     if batched:
         gain_s, cost_s = _batch_sides(observed, in_force, new_GLE, costs)
+        gain_of = _STEPS
     pays = gain_s > cost_s
     _LOG.debug(
         "%s by %s: %d moves, gain %.4g s, cost %.4g s; Eq. 4: %.0f to %.0f remote calls of %.3g s, %.4g s of moves",
@@ -217,6 +221,7 @@ def decide(
         made=bool(moves) and (pays or replanner.always),
         reason=("worth it" if pays else "not worth it") if moves else "the current placement is the best known",
         saw=observed.source,
+        gain_of=gain_of,
     )
 
 

@@ -45,7 +45,7 @@ def test_a_server_that_is_asked_to_end_finishes_and_stays_away(reference: Path, 
             assert _failed(cluster) == failed
         assert {outcome for _, outcome in load.outcomes} == {"right"}, load.wrong
         assert [line for line in cluster.narration.splitlines() if "server s1 " in line and "warning" not in line] == [
-            "moetool: server s1 is leaving: it finishes its requests and accepts no new ones",
+            "moetool: server s1 is leaving: it finishes its requests within 30 s and accepts no new ones",
             "moetool: server s1 has left; it returns when its machine joins again, or with the next head",
         ]
         assert "experts without a server are placed on other servers until theirs returns" in cluster.narration

@@ -175,7 +175,7 @@ class Reporting(DrawnWorker):
             local_pairs=1,
             remote_pairs=1,
             expert_s=self.pair_s,
-            expert_pairs=1,
+            expert_pairs=int(self.pair_s > 0),
             call_s={0: self.call_s + MEAN_S * (self.pair_s > 0)},
             calls={0: 1},
             call_pairs={0: 1},
@@ -254,7 +254,39 @@ def test_edge_servers_price_computing_as_plan_migrate_does(call_s: float, decide
     assert record.made == pays[decide] == (held_GLE != begun()).any()
     assert pays["latency"] != pays["eq4"] or call_s == 1.0  # with cheap calls the slow server alone is worth it
     told = f"T_comp + T_comm {both[0]:,.1f} s before, {both[1]:,.1f} s after"
-    assert any(told in line for line in said) == record.made
+    calls, steps = f"{record.saved_s:,.1f} s of remote calls", f"{both[0] - both[1]:,.1f} s of T_comp"
+    gain = steps if decide == "latency" else calls
+    assert any(told in line and gain in line for line in said) == record.made
+
+
+def test_edge_servers_decide_by_calls_until_computing_is_measured() -> None:
+    record, _, said = first_decision("prism_exact", 1.0, "latency")
+    assert record.made and record.step_before_s is None
+    assert any(f"{record.saved_s:,.1f} s of remote calls saved" in line and "unknown" in line for line in said)
+
+
+def test_computing_and_calls_by_hand() -> None:
+    """Two servers, the first of half the speed: each expert where its users are, instead of where they are not."""
+    spec = make_spec(1, 4, 1)
+    cluster = make_cluster([[3], [3]], slot_bytes=spec.slot_bytes, link_bytes_s=1e5)
+    tokens_GLE = np.array([[[10.0, 0.0, 30.0, 0.0]], [[0.0, 20.0, 0.0, 5.0]]])
+    old_GLE = np.array([[[True, True, False, False]], [[False, False, True, True]]])
+    new_GLE = np.array([[[True, False, True, False]], [[False, True, False, True]]])
+    latency = replace(linear_latency(cluster, 0.5, 0.25, 1.0, "by hand"), speed_G=(0.5, 1.0))
+    decision = decide(
+        Observed(tokens_GLE=tokens_GLE, horizon_tokens=2 * tokens_GLE.sum()),
+        InForce(spec=spec, cluster=cluster, placed_GLE=old_GLE),
+        ReplacementCosts(latency=latency, call_s=0.5),
+        Replanner(planner="prism_exact", weighs="steps"),
+        new_GLE,
+    )
+    # Before: 10 + 20 tokens at 1 s on the first, 30 + 5 at 0.5 s on the second; 30 and 20 tokens go there and back.
+    before_s = 30 * 1.0 + 2 * 30 * 0.25
+    after_s = 40 * 1.0  # the first computes 10 + 30, and nothing is sent
+    plan = decision.migration
+    assert (plan.step_before_s, plan.step_after_s) == (2 * before_s, 2 * after_s)
+    assert (decision.gain_s, decision.gain_of) == (2 * (before_s - after_s), "T_comp + T_comm")
+    assert plan.saved_s == 2 * 0.5 * 50  # Eq. 4 counts the calls of both
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

@@ -120,23 +120,23 @@ class EdgeHead:
             if not self._processes.is_started(n):
                 return None
             try:
-                found: WorkerInfo = self._call(n, "info", timeout_s=self._options.start_timeout_s)
+                info: WorkerInfo = self._call(n, "info", timeout_s=self._options.start_timeout_s)
             except MoetoolError as error:
                 if not taken_over:
                     raise
                 self._narrate(f"server {self.names[n]} does not serve: {first_line(error)}; restarting it")
                 return None
-            return found
+            return info
 
-        found = _at_once(ask, len(self.names))
-        for info in filter(None, found):
+        infos = _at_once(ask, len(self.names))
+        for info in filter(None, infos):
             self._arrived(info, at_home=True)
         self.publish()
-        for info in filter(None, found):
+        for info in filter(None, infos):
             self._processes.watch(info.server, self._on_death)
         self._cover()
-        for n, one in enumerate(found):
-            self._thread(f"server-{n}", self._supervise, n, one is not None)
+        for n, info_or_none in enumerate(infos):
+            self._thread(f"server-{n}", self._supervise, n, info_or_none is not None)
         if self._scheduler is not None:
             self._thread("scheduler", self._schedule)
         return [info for info in self.infos() if info is not None]
@@ -229,7 +229,7 @@ class EdgeHead:
         for server, at, source in copies:
             wanted.setdefault(server, []).append((*at, source))
         answers = self._ask_each("time_copies", wanted).items()
-        return [(server, found) for (server, _), some in answers if not isinstance(some, Exception) for found in some]
+        return [(server, copy) for (server, _), done in answers if not isinstance(done, Exception) for copy in done]
 
     def publish(self) -> None:
         """Send the table of experts to all servers; returns when all running ones have received it."""
@@ -259,13 +259,13 @@ class EdgeHead:
         arrived: dict[tuple[int, Place], ArrivedExpert] = {}
         for (server, moves), answer in self._ask_each("adopt_all", wanted).items():
             answers = [answer] * len(moves) if isinstance(answer, Exception) else answer
-            for (layer, expert, _), found in zip(moves, answers, strict=True):
+            for (layer, expert, _), moved in zip(moves, answers, strict=True):
                 at = layer, expert
-                if isinstance(found, ArrivedExpert):
+                if isinstance(moved, ArrivedExpert):
                     self._table.moved_in(server, at)
-                    arrived[server, at] = found
+                    arrived[server, at] = moved
                 else:
-                    failed.append((server, at, found if isinstance(found, Exception) else MoetoolError(found)))
+                    failed.append((server, at, moved if isinstance(moved, Exception) else MoetoolError(moved)))
         if arrived or not drops:
             self.publish()
         _LOG.info("a round of moves: %d dropped, %d arrived, %d failed", len(drops), len(arrived), len(failed))
@@ -374,7 +374,7 @@ class EdgeHead:
             if not self._died[n].wait(self._options.ping_s):
                 try:
                     if self._check(n):
-                        self._let_go(n)
+                        self._release(n)
                     else:
                         self._tell(n)
                     continue
@@ -390,19 +390,22 @@ class EdgeHead:
             self._lose(n)
             self._restart(n)
 
-    def _let_go(self, n: int) -> None:
+    def _release(self, n: int) -> None:
         """Place a leaving server's experts on other servers, and end it once it has finished its requests."""
         if self._closing.is_set():
             return
-        self._narrate(f"server {self.names[n]} is leaving: it finishes its requests and accepts no new ones")
+        most_s = self._settings[n].limits.drain_timeout_s
+        self._narrate(
+            f"server {self.names[n]} is leaving: it finishes its requests within {most_s:g} s and accepts no new ones"
+        )
         self._table.leave(n)
         self.publish()
         self._cover()
         with contextlib.suppress(MoetoolError):  # it ends in any case
-            self._call(n, "drain", timeout_s=self._settings[n].limits.drain_timeout_s + 15.0)
-        self._processes.release(n)
+            self._call(n, "drain", timeout_s=most_s + 15.0)
         self._table.lost(n)
-        self.publish()
+        self.publish()  # first, so that nobody calls it when it ends
+        self._processes.release(n)
         self._narrate(
             f"server {self.names[n]} has left; it returns when its machine joins again, or with the next head"
         )
@@ -422,7 +425,7 @@ class EdgeHead:
             if count:
                 self.publish()
                 self._narrate(f"{count} experts without a server are placed on other servers until theirs returns")
-            if count < len(missing):
+            if count < len(missing) and not self._closing.is_set():
                 self._narrate(
                     f"{len(missing) - count} experts are unplaced until their server returns: each server reads them "
                     "from its own disk on demand"
@@ -430,8 +433,8 @@ class EdgeHead:
 
     def _adopt_somewhere(self, at: Place) -> bool:
         tried: set[int] = set()
-        while not self._closing.is_set() and (found := self._table.roomiest(but=tried)) is not None:
-            server, room = found
+        while not self._closing.is_set() and (roomiest := self._table.roomiest(but=tried)) is not None:
+            server, room = roomiest
             tried.add(server)
             if room <= 0 and not self._make_room(server):
                 continue
@@ -472,6 +475,7 @@ class EdgeHead:
                 info = self._call(n, "info", timeout_s=self._options.start_timeout_s)
                 break
             except CapacityError as error:  # a machine may still join
+                _LOG.info("server %s is not started: %s", self.names[n], first_line(error))
                 if not waits_for_machine:
                     self._narrate(f"server {self.names[n]} waits for a machine: {first_line(error)}")
                 waits_for_machine = True

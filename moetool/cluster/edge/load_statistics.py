@@ -163,8 +163,8 @@ class Statistics:
             return unit_latency(cluster)
         own_s_N = np.where(own_s_N > 0, own_s_N, mean_s)  # false for NaN
         speed_G = tuple((mean_s / own_s_N if mean_s else np.ones(len(servers))).tolist())
-        found = linear_latency(cluster, mean_s, self.call_s / 2, 1.0, "measured")  # dispatch and combine
-        return replace(found, speed_G=speed_G)
+        linear = linear_latency(cluster, mean_s, self.call_s / 2, 1.0, "measured")  # dispatch and combine
+        return replace(linear, speed_G=speed_G)
 
     @property
     def call_s(self) -> float | None:

@@ -60,9 +60,9 @@ class PlacementTable:
                     for layer, expert in held:
                         servers_LE[layer][expert].append(n)
                 peers = [None if info is None else info.peer for info in self._infos]
-                for n, (peer, its) in self._leaving.items():
+                for n, (peer, own) in self._leaving.items():
                     peers[n] = peer
-                    for layer, expert in its:
+                    for layer, expert in own:
                         servers_LE[layer][expert] = servers_LE[layer][expert] or [n]
                 before_LE, version = self._holders.servers_LE, self._holders.version + 1
                 now_LE = tuple(tuple(tuple(servers) for servers in experts) for experts in servers_LE)
@@ -151,8 +151,8 @@ class PlacementTable:
     def uncovered(self) -> list[Place]:
         """Experts that no server holds."""
         with self._lock:
-            found = set().union(*self._held)
-        return [at for at in self._every if at not in found]
+            covered = set().union(*self._held)
+        return [at for at in self._every if at not in covered]
 
     def roomiest(self, but: Collection[int]) -> tuple[int, int] | None:
         """The server with the most free slots, and their number; None if all live servers are in `but`."""

@@ -46,7 +46,8 @@ class SchedulerOptions:
         poll_s: seconds between a worker's reports.
         planner: planner of new placements.
         decide: `eq4`: migrate if Prism's Eq. 4 says so, which prices remote calls; `latency`: if T_comp +
-            T_comm, which count the busiest server, fall by more than the moves take; `always`; `never`: watch only.
+            T_comm, which count the busiest server, fall by more than the moves take (Eq. 4 until costs are measured);
+            `always`; `never`: watch only.
         horizon_s: assumed duration of a placement in Eq. 4 (0: the interval).
         half_life_s: half-life of observed routes and calls (0: no decay).
         compute_s: seconds over which compute time is averaged.
@@ -264,8 +265,8 @@ class Scheduler:
         return self.options.horizon_s or self.options.interval_s
 
     def _poll(self, servers: Servers, now_s: float) -> None:
-        for stats in servers.stats():
-            if stats is not None:
+        for stats, info in zip(servers.stats(), servers.infos(), strict=True):
+            if stats is not None and info is not None:  # one that is leaving reports, but is not planned with
                 self._seen_s[stats.server] = now_s
                 self.statistics.add(stats, now_s)
                 self.history.add(stats, now_s)
@@ -303,7 +304,7 @@ class Scheduler:
             if record.step_before_s is not None and record.step_after_s is not None:
                 both = f"{record.step_before_s:,.1f} s before, {record.step_after_s:,.1f} s after"
             self._narrate(
-                f"{record.copies} experts move: {record.saved_s:,.1f} s of remote calls saved over "
+                f"{record.copies} experts move: {decision.gain_s:,.1f} s of {decision.gain_of} saved over "
                 f"{self._horizon_s:g} s, against {record.cost_s:,.1f} s of migration; T_comp + T_comm {both}"
             )
         self._save()
@@ -340,8 +341,8 @@ class Scheduler:
         pauses_s = (1 / self.options.share - 1) * sum(move.seconds for move in decision.moves)
         record.foreseen_s = record.moves_s + pauses_s
         _LOG.info(
-            "Eq. 4: %s saved against %s (%s): %d copies; %s",
-            *(f"{decision.gain_s:.4g} s", f"{decision.cost_s:.4g} s", self.options.planner, decision.copies),
+            "%.4g s of %s saved against %.4g s (%s): %d copies; %s",
+            *(decision.gain_s, decision.gain_of, decision.cost_s, self.options.planner, decision.copies),
             decision.reason,
         )
         record.local_after = local(decision.placed_GLE)

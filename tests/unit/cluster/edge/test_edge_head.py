@@ -115,6 +115,7 @@ class _Processes:
         self.killed: list[int] = []
         self.fails_to_start = Counter[int]()
         self.loses_answers_to = ""
+        self.on_release: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -154,6 +155,7 @@ class _Processes:
         self.workers[n] = None
 
     def release(self, n: int) -> None:
+        self.on_release()
         self.late.add(n)
         self.workers[n] = None
 
@@ -317,6 +319,7 @@ def test_a_server_that_leaves_is_replaced_before_it_ends_and_stays_away(start: C
     own = {(0, 0), (0, 1), (1, 0)}
     cluster = start([own, HALVES[1] | {(1, 1)}, HALVES[2]], 3)  # there is room for one of its experts
     leaving, others = cluster.processes[0], (cluster.processes[1], cluster.processes[2])
+    told = list[tuple[str, int] | None]()
     leaving.idle.clear()
     leaving.leaving = True
     eventually(lambda: any("2 experts are unplaced" in line for line in cluster.lines))
@@ -329,19 +332,40 @@ def test_a_server_that_leaves_is_replaced_before_it_ends_and_stays_away(start: C
         assert called == leaving.held - others[0].held - others[1].held and len(called) == 2
         assert holders.peers[0] == ("127.0.0.1", 0)
     assert not any("has left" in line for line in cluster.lines)
+    cluster.processes.on_release = lambda: told.extend(worker.holders[-1].peers[0] for worker in others)
     leaving.idle.set()
     left = "server s0 has left; it returns when its machine joins again, or with the next head"
     eventually(lambda: left in cluster.lines)
     eventually(cluster.agree)
     assert not cluster.processes.killed and cluster.processes.workers[0] is None
+    assert told == [None, None]  # nobody calls it when it ends
     cluster.processes.late.clear()
     eventually(lambda: cluster.processes.workers[0] is not None and cluster.processes[0].held == own)
     eventually(cluster.agree)
     assert [line for line in cluster.lines if "s0" in line] == [
-        "server s0 is leaving: it finishes its requests and accepts no new ones",
+        "server s0 is leaving: it finishes its requests within 30 s and accepts no new ones",
         left,
         "server s0 is back on http://127.0.0.1:5000/v1 with 3 experts",
     ]
+
+
+def test_a_head_that_closes_meanwhile_tells_of_no_unplaced_experts(
+    start: Callable[..., _Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = start(HALVES, 6)
+    worker, adopt = cluster.processes[1], cluster.processes[1].adopt
+
+    def closes(layer: int, expert: int, source: int) -> ArrivedExpert:
+        cluster.head.drain(1.0)
+        return adopt(layer, expert, source)
+
+    for one in cluster.processes.workers[1:]:
+        monkeypatch.setattr(one, "adopt", closes)
+    cluster.processes[0].leaving = True
+    (watcher,) = (thread for thread in cluster.head.threads if thread.name == "server-0")
+    eventually(lambda: not watcher.is_alive())
+    assert len(worker.held) > len(HALVES[1]) and cluster.covered() != ALL
+    assert not any("unplaced" in line for line in cluster.lines)
 
 
 def test_replicas_make_room_and_come_back(start: Callable[..., _Cluster]) -> None:

@@ -345,6 +345,17 @@ def test_a_server_that_is_away_is_waited_for_and_then_planned_without() -> None:
     assert all(not one.outcome.startswith("no room") for one in world.scheduler.history.decisions)
 
 
+def test_a_server_that_reports_while_it_leaves_holds_back_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    odds_NLE = odds(SPEC, 3)
+    world = World(odds_NLE, planned(odds_NLE), slots=(40, 40, 28))
+    world.pass_s(50)
+    world.lose(2)
+    stats = world.table.stats
+    monkeypatch.setattr(world.table, "stats", lambda: [*stats()[:2], world.workers[2].stats()])
+    world.pass_s(120)
+    assert world.scheduler.history.decisions
+
+
 def test_a_scheduler_that_is_started_again_goes_on_where_it_was(tmp_path: Path) -> None:
     odds_NLE = odds(SPEC, 3)
     state = tmp_path / "scheduler.json"
