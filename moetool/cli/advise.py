@@ -11,8 +11,7 @@ import typer
 
 from moetool.base import assets, durable, tables
 from moetool.base.config import parse_bytes, parse_seconds
-from moetool.base.errors import UsageError
-from moetool.base.families import known
+from moetool.base.errors import MoetoolError, UsageError
 from moetool.cli.flags import Json, Overwrite, listed, require_policies
 
 
@@ -109,9 +108,7 @@ def _model_options(source: Any) -> str | None:
     facts, name = source.manifest["provenance"], source.spec.name.rpartition("/")[2].lower()
     if "imported" in facts:
         model = str(facts["imported"].get("settings", {}).get("model", ""))
-        family = known(source.spec.name.partition(":")[0])  # a model of another one may be traced, but not run
-        runs = family is not None and not family.refused and (Path(model) / "config.json").is_file()
-        if model == "reference" or runs:
+        if model == "reference" or (model and (Path(model) / "config.json").is_file() and _runs(model)):
             return f" --model {shlex.quote(model)} --config-only"
     elif facts.get("model") == "reference" or (facts.get("model") and Path(facts["model"]).exists()):
         return ""
@@ -120,6 +117,16 @@ def _model_options(source: Any) -> str | None:
         if name.startswith(shape.parent.name) and set(source.spec.top_k_L) == {top_k}:
             return f" --model {shape.parent.name} --config-only"
     return None
+
+
+def _runs(model: str) -> bool:
+    """Whether moetool runs models of this config; others may be traced."""
+    from moetool.models.checkpoint import Checkpoint
+
+    try:
+        return bool(Checkpoint.open(model, weights=False).layers)
+    except MoetoolError:
+        return False
 
 
 def _share(text: str) -> float:

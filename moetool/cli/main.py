@@ -8,7 +8,9 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,6 +55,18 @@ _REMEDIES = {
 
 OURS = ("moetool", "predictors")
 """Packages whose absence is a bug of moetool."""
+
+_FIT = {"fit.": "moetool.training.fit_options:FitOptions"}
+_SERVE = {"": "moetool.runtime.serve_options:ServeOptions"}
+_OPTIONS = {
+    "capture": {"data.": "moetool.prompts.gather:DataOptions"},
+    "train": _FIT,
+    "serve": {"server.": "moetool.serving.server_options:ServerOptions", **_SERVE},
+    "simulate": {"": "moetool.simulation.simulation_options:SimulationOptions"},
+    "plan cache": _SERVE,
+    "bench predictors": _FIT,
+}
+"""Classes of the settings of a command, by the prefix of their names."""
 
 _WrongLine: Any = typer.BadParameter.__base__
 """Click's UsageError, from the Click that Typer uses."""
@@ -248,12 +262,24 @@ def _as_setting(error: Any) -> str:
     unknown = hasattr(error, "possibilities")  # an option without its value is an error with a name, too
     if not unknown or error.ctx is None or not error.option_name.startswith("--"):
         return ""
+    option = next((option for option in error.ctx.command.params if "--set" in option.opts), None)
+    if option is None:
+        return ""
     name = error.option_name[2:].replace("-", "_")
-    for option in error.ctx.command.params:
-        if "--set" in option.opts:
-            known = re.findall(r"\w+(?:\.\w+)+|\w+_\w+", option.help or "")
-            return f"; a setting is given as --set {next(iter(get_close_matches(name, known, 1, 0.5)), name)}=VALUE"
-    return ""
+    command = error.ctx.command_path.partition(" ")[2]
+    settings = {setting.rpartition(".")[2]: setting for setting in _settings(command, option.help or "")}
+    initials = {"".join(re.findall(r"(?:^|_)(.)", part)): part for part in settings if "_" in part}
+    nearest = [initials[name]] if name in initials else get_close_matches(name, settings, 1, 0.75)
+    return f"; a setting is given as --set {settings[nearest[0]]}=VALUE" if nearest else ""
+
+
+def _settings(command: str, help: str) -> list[str]:
+    """Names of a command's settings: those in the help of --set, and those of its classes of options."""
+    named = re.findall(r"\b[a-z]\w+(?:\.[a-z]\w+)+|\b[a-z]+(?:_[a-z]+)+|\b[a-z]+(?==)", help)
+    for prefix, place in _OPTIONS.get(command, {}).items():
+        module, _, kind = place.partition(":")
+        named += [prefix + field.name for field in fields(getattr(import_module(module), kind))]
+    return named
 
 
 def _run() -> None:

@@ -230,7 +230,7 @@ def fit(model: str | Checkpoint, options: FitOptions | FitMachine | None = None)
     if budget is None and machine.has_gpu:
         cores = replace(machine, gpu_bytes=0, rates=replace(machine.rates, device="cpu"))
         if _Estimator(checkpoint, cores, published).divide(cores.device_bytes)[0] is not None:
-            problem += f", or leave the GPU out: {serve} --device cpu"
+            problem = f"{problem.removesuffix('.')}. Or leave the GPU out: {serve} --device cpu"
     if budget is not None:
         token = estimator.token(budget.slots)
         prompt_s = estimator.prompt_s(budget.kept_slots, budget.chunk_tokens)

@@ -34,7 +34,7 @@ PRIOR = np.float32(3)
 """Weight of past use, as a number of tokens of full weight."""
 RECALL = 0.9
 """Decay of past use per forward."""
-COMPILING = "moetool: compiling cache policies, once per installation: up to a minute"
+COMPILING = "moetool: compiling or loading cache policies; compiling, once per installation, takes up to a minute"
 _LEAST_WEIGHT = 1e-3
 _VALUED = 2
 """Requests whose values one `value_all` updates, so that its time does not grow with the batch."""

@@ -170,6 +170,15 @@ def of_a_model(folder: Path) -> None:
     import_trace([folder / "r.jsonl"], None, folder / "t", settings=settings, find_model=shape_of)
 
 
+def of_an_inferred_family(folder: Path) -> None:
+    """A trace that another program recorded, of a model whose family no table lists."""
+    families.require_known("mistral4")
+    families.config("mistral4", num_hidden_layers=4, first_k_dense_replace=1).save_pretrained(folder / "m")
+    foreign.write_lines(folder / "r.jsonl", foreign.sglang_native("a"), foreign.sglang_native("b"))
+    settings = {"model": str(folder / "m")}
+    import_trace([folder / "r.jsonl"], None, folder / "t", settings=settings, find_model=shape_of)
+
+
 def unknown_family(folder: Path, **changed: Any) -> None:
     responses(folder)
     numbers = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "num_experts": 8, "num_experts_per_tok": 2}

@@ -4,6 +4,8 @@ import ast
 import builtins
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ import moetool
 from moetool.base.errors import MoetoolError
 from moetool.cli.main import app
 from tests.cli import advice_files
-from tests.command_line import Run
+from tests.command_line import Run, child_environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,10 @@ _SUGGESTED = {
     "counts": (advice_files.imported_counts, {"advise", "plan placement"}),
     "another program's": (advice_files.unsized, {"report", "replay", "plan placement"}),
     "another program's, of a model": (advice_files.of_a_model, {"report", "plan cache", "plan placement"}),
+    "another program's, of an inferred family": (
+        advice_files.of_an_inferred_family,
+        {"report", "plan cache", "plan placement"},
+    ),
     "an engine's, of a family that cannot run": (advice_files.of_a_config, {"report", "replay", "plan placement"}),
     "of another trace's model": (advice_files.of_a_trace, {"report", "replay", "plan placement"}),
     "one captured request": (None, {"report", "replay", "plan placement"}),
@@ -106,6 +112,14 @@ def test_commands_that_advise_prints_run(kind: str, run: Run, tmp_path: Path, mo
     for command in commands:
         code, _, err = run(*command.split())
         assert code == 0, (command, err)
+
+
+def test_advise_knows_a_model_of_an_inferred_family_in_a_new_process(tmp_path: Path) -> None:
+    advice_files.of_an_inferred_family(tmp_path)
+    script = "from moetool.cli.main import main; main()"
+    command = (sys.executable, "-c", script, "advise", "t", "--tokens", "20")
+    done = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=True)
+    assert f"moetool plan cache --trace t --model {tmp_path / 'm'} --config-only" in done.stdout
 
 
 PACKAGE = Path(moetool.__file__).parent

@@ -80,8 +80,19 @@ def test_a_wrong_command_line_is_said_in_one_line(run: Run) -> None:
     _one_line(run("trace", "split", "trace", "--parts", "3"), 2, "no such option: --parts", see)
     _, _, err = run("trace", "split", "trace", "--parts", "3")
     assert "--set" not in err  # the command has none
-    _one_line(run("replay", "--d-type", "x"), 2, "no such option: --d-type", "as --set d_type=VALUE", "replay --help")
-    _one_line(run("train", "--epochs", "0"), 2, "no such option: --epochs", "as --set fit.max_epochs=VALUE")
+    for command, option, setting in (
+        ("replay", "--forget", "lfu.forget"),
+        ("serve", "--d-type", "dtype"),
+        ("serve", "--max-queue", "server.max_queue"),
+        ("train", "--epochs", "fit.max_epochs"),
+        ("train", "--batch-size", "fit.batch_size"),
+        ("train", "--lr", "fit.learning_rate"),
+    ):
+        said = run(command, option, "0")
+        _one_line(said, 2, f"no such option: {option}", f"as --set {setting}=VALUE", f"moetool {command} --help")
+    for command in ("replay --d-type x", "serve reference --threshold 0.5"):  # near to none of its settings
+        _, _, err = run(*command.split())
+        assert "no such option" in err and "--set " not in err
     for argument in ("-Z", "--trace"):  # a letter, and an option without its value
         code, out, err = run("replay", argument)
         assert (code, out, len(err.splitlines())) == (2, "", 1) and "=VALUE" not in err
