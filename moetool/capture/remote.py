@@ -147,11 +147,18 @@ def capture_remote(
         name = f"{engine}_routed_experts"
         try:
             return import_trace(files, name, out, settings=settings, find_model=shape_of, overwrite=overwrite)
-        except MismatchError as error:  # in terms of files that are gone, with advice on them
-            found = re.sub(r"^.*/(.+)\.jsonl, \w+ \d+", r"an answer to \1", str(error).partition("; ")[0])
-            raise MismatchError(
-                f"{server.url}: {found}; MODEL must be the one that the server runs, found {checkpoint.path}"
-            ) from None
+        except MismatchError as error:  # in terms of files that are gone
+            fault, _, advice = _of_answers(str(error), files).partition("; ")
+            if advice.startswith("name the ") or advice.endswith(" of another model"):  # by options of an import
+                advice = f"MODEL must be the one that the server runs, found {checkpoint.path}"
+            raise MismatchError("; ".join(filter(None, (f"{server.url}: {fault}", advice)))) from None
+
+
+def _of_answers(message: str, files: Sequence[Path]) -> str:
+    """Return a message about these files, and lines in them, in terms of the answers that they hold."""
+    for file in files:
+        message = re.sub(rf"(['\"]?){re.escape(str(file))}\1(, \w+ \d+)?", f"an answer to {file.stem}", message)
+    return message
 
 
 def _served(server: RemoteServer) -> str:

@@ -51,6 +51,11 @@ INTERNAL = "internal error; see the server's log"
 
 _RESPONSES_FIELDS = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
 """Fields of /v1/responses by those of the chat request that it means."""
+_CHAT_FIELD = re.compile(rf"\b(?:{'|'.join(_RESPONSES_FIELDS)})\b")
+
+
+def _in_responses(words: str) -> str:
+    return _CHAT_FIELD.sub(lambda name: _RESPONSES_FIELDS[name[0]], words)
 
 
 class Refusal(UsageError):
@@ -78,9 +83,11 @@ def error_object(
         message = f"prompt is too long: {message}" if code == CONTEXT_EXCEEDED else message
         return {"type": "error", "error": {"type": kind, "message": message}}
     if path.startswith("/v1/responses") and param in _RESPONSES_FIELDS:
-        known = rf"\b({'|'.join(_RESPONSES_FIELDS)})\b"
-        message = re.sub(known, lambda name: _RESPONSES_FIELDS[name[0]], message)
-        param = _RESPONSES_FIELDS[param]
+        fault, colon, reason = message.partition(":")  # a reason may quote the client
+        advised = f"; shorten the {param}"
+        if reason.endswith(advised):
+            reason = reason.removesuffix(advised) + _in_responses(advised)
+        message, param = f"{_in_responses(fault)}{colon}{reason}", _in_responses(param)
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

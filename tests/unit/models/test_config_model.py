@@ -22,7 +22,7 @@ from moetool.prompts.gather import Prompt
 from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from tests import families as tiny
-from tests import foreign
+from tests import foreign, routed_engine
 from tests.refusals import refused
 from tests.routed_engine import LAYERS, NEW, TOP_K, engine, routes
 
@@ -268,6 +268,19 @@ def test_a_server_of_another_model_is_refused_in_terms_of_its_answers(kind: str,
     with engine(kind) as url, refused(MismatchError, url, "answer to d t", fact, "MODEL", folder) as error:
         capture_remote(RemoteServer(url=url), model, prompts, tmp_path / "t", max_new_tokens=NEW)
     assert "--set" not in str(error.value) and ".jsonl" not in str(error.value)
+
+
+def test_other_faults_of_answers_keep_their_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorder was off; the answers' file has a space in its name."""
+    monkeypatch.setattr(routed_engine, "routes", lambda ids: routes(ids) * 0)
+    model = Checkpoint.open("reference", weights=False)
+    prompts = [Prompt(dataset="d", task="t", prompt_id="0", text="Hello there")]
+    with (
+        engine("vllm") as url,
+        refused(MismatchError, url, "answer to d t", "the recorder was off; record again") as error,
+    ):
+        capture_remote(RemoteServer(url=url), model, prompts, tmp_path / "t", max_new_tokens=NEW)
+    assert "MODEL" not in str(error.value) and ".jsonl" not in str(error.value)
 
 
 def test_a_tokenizer_of_code_alone_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,30 @@
+"""Errors in the names of the protocol that a client speaks."""
+
+import pytest
+
+from moetool.serving.http_errors import error_object
+
+
+@pytest.mark.parametrize(
+    ("param", "message", "expected"),
+    [
+        (
+            "messages",
+            "9 were requested (8 in the messages, 1 in the answer); shorten the messages or lower max_tokens",
+            "9 were requested (8 in the input, 1 in the answer); shorten the input or lower max_output_tokens",
+        ),
+        ("messages", "messages: 9 characters; shorten the messages", "input: 9 characters; shorten the input"),
+        (
+            "messages",
+            "the model's chat template refuses the messages: no place for 'messages' or max_tokens",
+            "the model's chat template refuses the input: no place for 'messages' or max_tokens",
+        ),
+        ("response_format", "response_format: no type 'messages'", "text.format: no type 'messages'"),
+        ("max_tokens", "max_tokens: found 'max_tokens'", "max_output_tokens: found 'max_tokens'"),
+        ("tools", "tools: a function named messages", "tools: a function named messages"),
+    ],
+)
+def test_responses_rename_fields_and_leave_words_of_the_client(param: str, message: str, expected: str) -> None:
+    error = error_object(message, 400, param, path="/v1/responses")["error"]
+    assert error["message"] == expected
+    assert (error["param"] in expected) and error_object(message, 400, param)["error"]["message"] == message
