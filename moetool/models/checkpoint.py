@@ -6,7 +6,7 @@ import json
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -271,19 +271,24 @@ class Checkpoint:
 
         Packed weights and those that the family keeps in float32 have types of their own.
         """
-        wide = self._wide_elements(dtype)
+        linears = self._packed_bytes(dtype) if device == "cpu" and products else {}
+        wide = self._wide_elements(dtype, linears)
         packed, excluded, unpacked = wide * torch.float32.itemsize, wide + self.stored_elements(dtype, device), 0
-        for linear, num_bytes in self._packed_bytes(dtype).items() if device == "cpu" and products else ():
+        for linear, num_bytes in linears.items():
             elements = self.skeleton.get_submodule(linear).weight.numel()
             packed, excluded = packed + num_bytes, excluded + elements
             unpacked = max(unpacked, unpacked_at_once(elements))
         return packed, self._dense_elements - excluded, unpacked
 
-    def _wide_elements(self, dtype: torch.dtype) -> int:
-        """Dense elements that the family keeps in float32, such as routers."""
+    def _wide_elements(self, dtype: torch.dtype, linears: Container[str]) -> int:
+        """Dense elements that the family keeps in float32, such as routers, unless these packed linears hold them."""
         parts, experts = wide_parameters(self.skeleton, dtype), offloaded(self.layers)
-        dense = ((name, p) for name, p in self.skeleton.named_parameters() if name not in experts)
-        return sum(p.numel() for name, p in dense if any(part in name for part in parts))
+        others = (
+            (name, parameter)
+            for name, parameter in self.skeleton.named_parameters()
+            if name not in experts and name.removesuffix(".weight") not in linears
+        )
+        return sum(parameter.numel() for name, parameter in others if any(part in name for part in parts))
 
     def _packed_bytes(self, dtype: torch.dtype) -> dict[str, int]:
         """Bytes of the weights of `packed_linears`, or an estimate from the config alone."""
@@ -626,8 +631,8 @@ def _parse_config(path: Path, file: Path, raw: dict[str, Any]) -> Any:
     if not isinstance(text, PreTrainedConfig):
         raise MismatchError(f"{file} has a text part, but {model_type} models have none; download the model again")
     if isinstance(text.dtype, torch.dtype) and not text.dtype.is_floating_point:
-        found = str(text.dtype).removeprefix("torch.")
+        name = str(text.dtype).removeprefix("torch.")
         raise MismatchError(
-            f"{file}: dtype: found {found}, expected a type such as bfloat16; correct it, or download the model again"
+            f"{file}: dtype: found {name}, expected a type such as bfloat16; correct it, or download the model again"
         )
     return config

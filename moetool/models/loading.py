@@ -219,8 +219,8 @@ def _load_stacked(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
                 for name, share in zip(part.parameters, stacked.chunk(len(part.parameters), dim=1), strict=True):
                     place, _, leaf = name.rpartition(".")
                     module = layer.experts.get_submodule(place)
-                    whole = share.reshape(module.get_parameter(leaf).shape).to(device)
-                    module._parameters[leaf] = nn.Parameter(whole, requires_grad=False)
+                    weight = share.reshape(module.get_parameter(leaf).shape).to(device)
+                    module._parameters[leaf] = nn.Parameter(weight, requires_grad=False)
     return replace(loaded, files=None)
 
 

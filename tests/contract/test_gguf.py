@@ -1,6 +1,7 @@
 """Models in GGUF files are served as plain transformers runs what the gguf package says is in them."""
 
 import contextlib
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -154,12 +155,19 @@ def test_what_headers_of_other_models_lack_is_as_in_llama_cpp() -> None:
 
 def test_what_a_family_cannot_have_is_refused() -> None:
     """Layers at uneven distances, Unlimited-OCR's window, rotary frequencies by no scaling of llama3, no experts."""
-    with refused(UsageError, "attention in layers [1, 2]"):
+    with refused(UsageError, "attention in layers [1, 2]", "equal distances"):
         READ["jamba"].config(_meta("jamba", {"blk.1.attn_norm.weight": "blk.1.attn_q.weight"}))
-    with refused(UsageError, 128, "tokens of its answer"):
+    with refused(UsageError, 128, "tokens of its answer", "llama.cpp"):
         _config("deepseek2-ocr", **{"attention.sliding_window": 128})
-    for factors in ((2.0, 1.0, 2.0, 2.0), (2.0, 1.0, 1.0, 1.0), (1.1, 1.5, 1.2, 2.0, 2.0, 2.0, 2.0, 2.0)):
-        with refused(UsageError, "llama3's scaling"):
+    for factors, fact in (
+        ((2.0, 1.0, 2.0, 2.0), "expected llama3's scaling"),
+        ((2.0, 1.0, 1.0, 1.0), "expected llama3's scaling"),
+        ((1.1, 1.5, 1.2, 2.0, 2.0, 2.0, 2.0, 2.0), "expected llama3's scaling"),
+        ((1.0, 1.0, 1.5, 2.0), "one factor in the transition"),
+        *(((1.0, 1.0, factor, 2.0), "finite factors") for factor in (0.0, 0.5, -2.0, math.inf, math.nan)),
+        ((1.0, 1.0, 1.0, math.nan), "finite factors"),
+    ):
+        with refused(UsageError, fact):
             READ["llama4"].config(_meta("llama4", factors=factors))
     with refused(UsageError, "has no experts (architecture jamba)"):
         find_architecture(Metadata("jamba", {"jamba.expert_count": 1}, {"blk.0.ffn_up.weight": (4, 4)}))

@@ -13,6 +13,7 @@ from moetool.kernels.cpu import scaled_weight
 from moetool.kernels.cpu.compiled import find_kernel
 from moetool.kernels.cpu.int4 import tile_rows
 from moetool.kernels.cpu.kinds import BFLOAT16
+from moetool.models import checkpoint as checkpoints
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
 from moetool.models.packed_linear import PackedLinear
@@ -108,6 +109,16 @@ def test_they_hold_and_multiply_the_weights_of_the_format(
             ):  # its library rounds to bfloat16, its kernel does not (tests/unit/kernels/cpu/test_scaled_weight.py)
                 assert errors[0] <= errors[1] * (1.5 if name in ("int4", "gptq", "awq") else 1.01)
         assert torch.equal(module(x[3:4])[0], module(x[:5])[3])
+
+
+def test_packed_linears_are_not_counted_in_float32_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpoint.open(_blocks("Q8_0")(tmp_path)) as checkpoint:
+        before, plain = (checkpoint.dense_bytes(torch.bfloat16, products=products) for products in (True, False))
+        (linear, *_) = checkpoint.packed_linears(torch.bfloat16)
+        monkeypatch.setattr(checkpoints, "wide_parameters", lambda model, dtype: (f"{linear}.",))
+        wider = 2 * checkpoint.skeleton.get_submodule(linear).weight.numel()
+        assert checkpoint.dense_bytes(torch.bfloat16) == before
+        assert checkpoint.dense_bytes(torch.bfloat16, products=False) == plain + wider
 
 
 def test_stats_have_the_bytes_stored_and_in_memory(reference: Path, tmp_path: Path) -> None:

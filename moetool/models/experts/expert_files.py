@@ -111,12 +111,12 @@ class ExpertWeights:
         for pattern in patterns:
             if pattern not in source.names:
                 raise MismatchError(f"{self._path}: {name} lacks the tensors {pattern}; download the model again")
-            name = source.names[pattern][0]
+            tensor = source.names[pattern][0]
             if stacks:
-                weights.append(self._take(_numbered(name, expert), rows))
+                weights.append(self._take(_numbered(tensor, expert), rows))
             else:
                 count = layer.form.num_experts
-                weights.append(self._take(name, (count, *rows)).share(expert, count, rows))
+                weights.append(self._take(tensor, (count, *rows)).share(expert, count, rows))
         return weights
 
     def _transposed(self, name: str, layer: MoeLayer, parameter: str, by_shape: bool) -> StoredWeight:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from moetool.base.errors import UsageError
+from moetool.base.errors import UsageError, shortened
 from moetool.models.gguf.metadata import SOFTMAX, Metadata
 
 
@@ -181,7 +181,8 @@ def deepseek(meta: Metadata) -> dict[str, Any]:
 def deepseek_ocr(meta: Metadata) -> dict[str, Any]:
     if (window := meta.get("attention.sliding_window")) is not None:  # of Unlimited-OCR
         raise UsageError(
-            f"attends to {window} tokens of its answer and to all of its prompt, which moetool cannot serve"
+            f"attends to {window} tokens of its answer and to all of its prompt, which moetool cannot serve; run it "
+            "with llama.cpp"
         )
     return {
         **routed(meta),
@@ -374,25 +375,37 @@ def _llama3(factors: Sequence[float], theta: float) -> dict[str, Any]:
     """
     if all(factor == 1 for factor in factors):
         return {}
-    wrong = UsageError(f"scales rotary frequencies by {sorted(set(factors))}, expected llama3's scaling")
-    if (whole := factors[-1]) == 1:
-        raise wrong
-    made: dict[str, Any] = {"rope_type": "llama3", "factor": whole, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    scaling = f"scales rotary frequencies by {shortened(str(sorted(set(factors))))}"
+    if not all(1 <= factor < math.inf for factor in factors):
+        raise UsageError(f"{scaling}, expected finite factors of at least 1; download the model again")
+    other = UsageError(f"{scaling}, expected llama3's scaling")
+    if (most := factors[-1]) == 1:
+        raise other
     turns = [theta ** (-number / len(factors)) / (2 * math.pi) for number in range(len(factors))]
-    stays = [(1 / factor - 1 / whole) / (1 - 1 / whole) for factor in factors]
-    first, *others = [number for number, factor in enumerate(factors) if factor not in (1, whole)] or [0]
-    if others:
-        slope = (stays[first] - stays[others[-1]]) / (turns[first] - turns[others[-1]])
-        made["high_freq_factor"] = round(1 + 1 / (slope * turns[first] - stays[first]), 3)  # of numbers in float32
-        context = slope * (made["high_freq_factor"] - 1)
+    stays = [(1 / factor - 1 / most) / (1 - 1 / most) for factor in factors]
+    between = [number for number, factor in enumerate(factors) if factor not in (1, most)]
+    if len(between) == 1:  # its slope is open
+        raise UsageError(f"{scaling}, one factor in the transition of llama3's scaling, expected none or several")
+    high = 1.0
+    if between:
+        first, last = between[0], between[-1]
+        slope = (stays[first] - stays[last]) / (turns[first] - turns[last])
+        high = round(1 + 1 / (slope * turns[first] - stays[first]), 3)  # of numbers in float32
+        context = slope * (high - 1)
         expected = [min(1.0, max(0.0, stays[first] + slope * (turn - turns[first]))) for turn in turns]
     else:
-        first = factors.index(whole)
+        first = factors.index(most)
         context = theta ** ((first - 0.5) / len(factors)) * 2 * math.pi  # between wavelengths of its neighbours
         expected = [float(number < first) for number in range(len(factors))]
-    if max(abs(stay - other) for stay, other in zip(stays, expected, strict=True)) > 1e-5:
-        raise wrong
-    return {**made, "original_max_position_embeddings": round(context)}
+    if max(abs(stay - share) for stay, share in zip(stays, expected, strict=True)) > 1e-5:
+        raise other
+    return {
+        "rope_type": "llama3",
+        "factor": most,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": round(context),
+    }
 
 
 def mimo(meta: Metadata) -> dict[str, Any]:
@@ -569,11 +582,11 @@ def _mamba(meta: Metadata) -> dict[str, Any]:
 
 def _every(there: list[bool], what: str) -> tuple[int, int]:
     """Period and first of regularly spaced layers. Raises: UsageError: they are not."""
-    layers = [layer for layer, found in enumerate(there) if found]
+    layers = [layer for layer, has in enumerate(there) if has]
     first, second = (*layers, 0, 0)[:2]
     period = second - first if second else len(there)
     if layers != [layer for layer in range(len(there)) if layer % period == first]:
-        raise UsageError(f"has {what} in layers {layers}, expected one layer of so many")
+        raise UsageError(f"has {what} in layers {layers}, expected layers at equal distances")
     return period, first
 
 

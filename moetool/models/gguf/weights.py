@@ -122,7 +122,7 @@ def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
         raise UsageError(f"{path} {error}") from None
     except KeyError as error:
         raise MismatchError(f"{path} is a damaged GGUF file: it lacks {error}; download the model again") from None
-    except (TypeError, ValueError, IndexError, ZeroDivisionError, AttributeError) as error:  # values of the wrong kind
+    except (TypeError, ValueError, IndexError, ArithmeticError, AttributeError) as error:  # values of the wrong kind
         raise MismatchError(f"{path} is a damaged GGUF file: {error}; download the model again") from None
     kinds = {stored: tensor.kind for stored, tensor in header.tensors.items()}
     tensors = {stored: _tensor(tensor) for stored, tensor in header.tensors.items()}

@@ -97,6 +97,14 @@ def test_names_of_another_family_are_refused_by_name(
         load_lazy(Checkpoint.open(_copy(reference, tmp_path / "m", renamed)), torch.float32)
 
 
+def test_tensors_that_a_parameter_lacks_are_named_beside_it(
+    reference: Path, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    without = {name: tensor for name, tensor in tensors.items() if not (".3.mlp.experts" in name and "up_proj" in name)}
+    with refused(MismatchError, "model.layers.3.mlp.experts.gate_up_proj", "up_proj"):
+        load_lazy(Checkpoint.open(_copy(reference, tmp_path / "m", without)), torch.float32)
+
+
 def test_a_foreign_data_type_is_refused_by_name(
     reference: Path, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
