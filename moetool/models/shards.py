@@ -4,6 +4,7 @@ import contextlib
 import mmap
 import os
 import threading
+import weakref
 from pathlib import Path
 
 import torch
@@ -39,7 +40,8 @@ class Shards:
         weights: weights of the checkpoint, by name.
         changed: why reads fail; empty without a problem.
 
-    Effects: keeps the files open until `close`. Reads may come from several threads.
+    Effects: keeps the files open until `close` or until it is collected as garbage. Reads may come from several
+        threads.
 
     Raises:
         OSError: one cannot be opened.
@@ -60,16 +62,15 @@ class Shards:
             self.close()
             raise
         self._changes = FileChanges(self.files, weights.stamps, self._descriptors)
+        # Not at exit: threads that still read would end in a traceback.
+        weakref.finalize(self, _close, self._descriptors, self._changes).atexit = False
         if why := self._changes.opening:
             self.close()
             raise MismatchError(f"{why}; try again")
 
     def close(self) -> None:
         """Close the files and free the buffers. Later reads fail."""
-        if self._changes is not None:
-            self._changes.close()
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        _close(self._descriptors, self._changes)
         self._scratch = threading.local()
 
     def read(self, file: int, offset: int, num_bytes: int, *, once: bool = False) -> memoryview:
@@ -160,3 +161,10 @@ class Shards:
                 return os.open(file, os.O_RDONLY | os.O_DIRECT)
             self.direct = False
         return os.open(file, os.O_RDONLY)
+
+
+def _close(descriptors: list[int], changes: FileChanges | None) -> None:
+    if changes is not None:
+        changes.close()
+    while descriptors:
+        os.close(descriptors.pop())

@@ -1,5 +1,6 @@
 """Weight files that change under a running server: old and new weights are never mixed."""
 
+import gc
 import json
 import mmap
 import os
@@ -211,6 +212,20 @@ def test_permissions_links_and_names_change_no_part(model: Path, logged: list[st
         (model / "new").replace(model / FILE)
         require_same()
         assert len([line for line in logged if FILE in line and "stay in use" in line]) == 3
+
+
+def test_shards_that_nobody_closes_leave_no_descriptor(model: Path) -> None:
+    """The system has 128 queues of reports for all processes of a user."""
+    Checkpoint.open(model).open_shards()
+    gc.collect()
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    for _ in range(3):
+        checkpoint = Checkpoint.open(model)
+        shards = checkpoint.open_shards()
+        shards.read(*ranges(checkpoint)[0])
+        del checkpoint, shards
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
 
 
 @pytest.mark.parametrize("direct", [True, False])
