@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from moetool.base import families as known
@@ -28,10 +30,10 @@ WIDE = {
     **{"hidden_size": 256, "head_dim": 32, "moe_intermediate_size": 64, "num_hidden_layers": 4},
     **{"num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True},
 }
-NEAR = 0.07
+NEAR = 0.06 if Version(transformers.__version__) < Version("5.24") else 0.065
 """Bound of the distance of log-probabilities with the same routes; transformers' eager and sdpa reach 0.044.
 
-Where deepseek_v3's router stays in float32, as from transformers 5.24 on, moetool reaches 0.061.
+From 5.24 on transformers keeps deepseek_v3's router in float32, other routes follow, and moetool reaches 0.061.
 """
 TIE = {"deepseek_v3": 0.008, "qwen3_moe": 0.004}
 """Bound of the gap of scores at a near tie, twice the largest found for 100 prompts of two models.
