@@ -17,6 +17,7 @@ from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
+from moetool.runtime.experts.copies import CpuCopies
 from moetool.runtime.experts.device_stores import open_stores
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.resident_forward import options_beside_gpu, partial_costs
@@ -143,14 +144,19 @@ def test_where_it_cannot_run_it_is_refused_by_name(model: Path, tmp_path: Path) 
     loaded.close()
 
 
-@pytest.mark.parametrize(("bytes_s", "chosen"), [(1e5, "resident"), (1e12, "ahead")])
+class OwnMemory(CpuCopies):
+    """A device that is the CPU: it copies at the speed of its memory, in the calling thread."""
+
+    staged = True
+
+
+@pytest.mark.parametrize(("link", "bytes_s", "chosen"), [(SlowLink, 1e5, "resident"), (OwnMemory, 1e12, "ahead")])
 def test_beside_a_device_measured_costs_choose(
-    bytes_s: float, chosen: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    link: type, bytes_s: float, chosen: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in behind a link on which an expert takes 0.1 s, or next to nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    link = type("Link", (SlowLink,), {"bytes_s": bytes_s})
-    monkeypatch.setattr("moetool.runtime.experts.copies.CpuCopies", link)
+    monkeypatch.setattr("moetool.runtime.experts.copies.CpuCopies", type("Link", (link,), {"bytes_s": bytes_s}))
     loaded = load_lazy(Checkpoint.open(model), torch.float32)
     measured = partial_costs(loaded)
     assert measured is not None and measured == partial_costs(loaded)  # kept
