@@ -23,7 +23,7 @@ from moetool.caching.host_split import tokens_of
 MODES = ("host", "both")
 """The host computes all misses; or some, while the others are loaded."""
 _PREFETCH = 2  # `moetool.caching.residency.StepKind`
-_FEW = 8  # misses of an event with reads whose split is improved step by step; of more, a part is a small one
+_FEW, _FEW_WITH_READS = 10, 8  # misses of an event of which every split may be tried; of more, one is a small part
 _MOST_QUEUED = 2
 """Transfers in the link's queue with which an expert that the host computed is still admitted (guide of benchmarks)."""
 
@@ -161,7 +161,8 @@ class EventWork:
                 end = self.ends(loaded)[0]
                 if end <= least:
                     best, least = loaded, end
-        return self._improved(best, least) if (on_disk or device_ends) and len(self.host_N) <= _FEW else best
+        few = _FEW_WITH_READS if on_disk else _FEW * device_ends
+        return self._best(best, least) if len(self.host_N) <= few else best
 
     def _for_device(self, here: Sequence[int], count: int) -> Iterator[tuple[list[int], float]]:
         """Yield loads of `count` misses, some with most tokens and some with fewest, so that no side ends much later
@@ -177,16 +178,17 @@ class EventWork:
             else:
                 last = middle
 
-    def _improved(self, best: list[int], least: float) -> list[int]:
-        """Move one expert to the other side, or change two, as long as the event ends sooner."""
+    def _best(self, best: list[int], least: float) -> list[int]:
+        """Try every split in which no side alone takes as long as the best so far."""
         places = range(len(self.host_N))
-        moves = [{i} for i in places] + [{i, j} for i in places for j in range(i)]
-        while True:
-            ends = [(self.ends(set(best) ^ move)[0], number) for number, move in enumerate(moves)]
-            end, number = min(ends)
-            if end >= least:
-                return best
-            best, least = sorted(set(best) ^ moves[number]), end
+        for number in range(2 ** len(places)):
+            loaded = [i for i in places if number >> i & 1]
+            link_s = self.link_s + self.costs.load_s * len(loaded)
+            host_s = _sum(self.host_N[i] for i in places if not number >> i & 1)
+            device_s = self.resident_s + _sum(self.device_N[i] for i in loaded)
+            if max(link_s, host_s, device_s) < least and (end := self.ends(loaded)[0]) < least:
+                best, least = loaded, end
+        return best
 
     def ends(self, loaded: Collection[int]) -> tuple[float, float]:
         """Return the seconds until the event ends, and until the host ends, if these misses are loaded."""

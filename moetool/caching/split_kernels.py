@@ -27,7 +27,7 @@ float64 starts and seconds of the work of both sides."""
 TABLE_SIZE = 21
 LOAD_S, HOST_S, DEVICE_S, LAYER_S, START_S, LINK_SHARE, HOST_SHARE, DISK_S = range(8)
 """Places of `moetool.caching.machine_split.SplitCosts` in COST_8."""
-FEW, MOST_QUEUED = 8, 2  # as in `moetool.caching.machine_split`
+FEW, FEW_WITH_READS, MOST_QUEUED = 10, 8, 2  # as in `moetool.caching.machine_split`
 
 
 def _inlined(loop: Any) -> Any:
@@ -163,26 +163,23 @@ def _load_from_disk(split, on_disk, link_s, host_s, link_share, host_share, load
 
 
 @_inlined
-def _improve(split, num, on_disk, best_N, trial_N, least):  # type: ignore[no-untyped-def]
-    """`EventWork._improved`: move one expert to the other side, or change two, as long as the event ends sooner."""
-    while True:
-        found, one, two = np.inf, 0, 0
-        for number in range(2):
-            for i in range(num):
-                for j in range(i if number else 1):
-                    trial_N[:num] = best_N[:num]
-                    trial_N[i] ^= 1
-                    if number:
-                        trial_N[j] ^= 1
-                    end = _ends_of(split, num, on_disk, trial_N)[0]
-                    if end < found:
-                        found, one, two = end, i, j if number else -1
-        if found >= least:
-            return
-        least = found
-        best_N[one] ^= 1
-        if two >= 0:
-            best_N[two] ^= 1
+def _try_all(split, num, on_disk, best_N, trial_N, least):  # type: ignore[no-untyped-def]
+    """`EventWork._best`."""
+    float_3N, _, _ = _rows(split)
+    resident_s, before_s, _ = carray(pointer(split[WORK_3]), (3,), np.float64)
+    for number in range(1 << num):
+        host_s, device_s, loads = 0.0, 0.0, 0
+        for i in range(num):
+            trial_N[i] = number >> i & 1
+            if trial_N[i]:
+                device_s += float_3N[1, i]
+                loads += 1
+            else:
+                host_s += float_3N[0, i]
+        if max(before_s + _costs(split)[LOAD_S] * loads, host_s, resident_s + device_s) < least:
+            end = _ends_of(split, num, on_disk, trial_N)[0]
+            if end < least:
+                best_N[:num], least = trial_N[:num], end
 
 
 @_inlined
@@ -234,8 +231,8 @@ def _load(split, num, on_disk):  # type: ignore[no-untyped-def]
                     first = middle + 1
                 else:
                     last = middle
-    if (on_disk or device_ends) and num <= FEW:
-        _improve(split, num, on_disk, best_N, trial_N, least)
+    if num <= (FEW_WITH_READS if on_disk else FEW if device_ends else 0):
+        _try_all(split, num, on_disk, best_N, trial_N, least)
     return best_N
 
 
