@@ -111,7 +111,7 @@ def build_engine(
             budget = divide_memory(checkpoint, wishes)
         slots = budget.slots
         if budget.limit_bytes is not None and device.type == "cpu":
-            return_freed_memory()
+            return_freed_memory(budget.activation_bytes)
         policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
         shares = [slots] if options.devices == 1 else split_slots(loaded.spec, slots, options.devices)
         if options.devices == 1 and open_runtime is ExpertRuntime:
@@ -305,7 +305,7 @@ def open_pooled(
         if isinstance(device_memory_bytes, Budget):
             budget = device_memory_bytes
             if device.type == "cpu" and budget.limit_bytes is not None:
-                return_freed_memory()
+                return_freed_memory(budget.activation_bytes)
         else:
             options = ServeOptions(device=device.type, dtype=str(dtype).removeprefix("torch."))
             wishes = Wishes(options=options, device_memory_bytes=device_memory_bytes, kv_cache=False)

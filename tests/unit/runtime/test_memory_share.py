@@ -1,6 +1,7 @@
 """Memory that prompt chunks borrow from expert slots, and what goes back to the system."""
 
 import contextlib
+import mmap
 import os
 import subprocess
 import sys
@@ -107,6 +108,31 @@ def test_few_compiled_products_are_kept_unless_the_user_says_otherwise(monkeypat
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
     return_freed_memory()
     assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "128"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
+def test_activations_of_the_next_forward_touch_kept_pages() -> None:
+    touched = """
+import ctypes, resource
+from moetool.runtime.returned_memory import return_freed_memory
+library = ctypes.CDLL(None)
+library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        block = library.malloc(8 << 20)
+        ctypes.memset(block, 1, 8 << 20)
+        library.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+for kept in (0, 4 << 20, 16 << 20):
+    return_freed_memory(kept)
+    faults()
+    print(faults())
+"""
+    run = subprocess.run([sys.executable, "-c", touched], capture_output=True, text=True, check=True)
+    returned, too_small, kept = map(int, run.stdout.split())
+    pages = 5 * (8 << 20) // mmap.PAGESIZE
+    assert returned >= pages and too_small >= pages and kept < pages // 5
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
