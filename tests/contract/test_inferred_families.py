@@ -117,6 +117,7 @@ def _require_same_logits(path: Path) -> None:
 
 
 def test_a_layout_to_compute_is_refused_with_a_way_that_works(tmp_path: Path) -> None:
+    families.require_known("inkling2_text")
     families.save("inkling2_text", tmp_path / "published")
     with refused(MismatchError, "gate_up_proj", "Interleave", "save_original_format=False"):
         _ = Checkpoint.open(tmp_path / "published").spec

@@ -522,11 +522,14 @@ def find_architecture(meta: Metadata) -> Architecture:
         UsageError: it is not supported, has no experts, or its routing differs from its family's.
     """
     found = ARCHITECTURES.get(meta.architecture)
-    if found is None and meta.architecture in UNREAD:
+    if found is None and (family := UNREAD.get(meta.architecture)) is not None:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
         reason = _LOSSES.get(meta.architecture, "")
+        where = "in Hugging Face format" if family in CONFIG_MAPPING else "with a newer transformers"
         raise UsageError(
-            f"is of the architecture {meta.architecture!r}, which moetool does not read"
-            f"{reason and f' ({reason})'}; use the model in Hugging Face format (family {UNREAD[meta.architecture]})"
+            f"is of the architecture {meta.architecture!r}, which moetool does not read{reason and f' ({reason})'}; "
+            f"use the model {where} (family {family})"
         )
     if found is None:
         raise UsageError(
