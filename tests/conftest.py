@@ -60,6 +60,20 @@ def _logs_of_one_test() -> Iterator[None]:
     logging.getLogger("moetool").propagate = True
 
 
+@pytest.fixture(autouse=True)
+def _provokes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Require the errors whose advice a test is marked to follow."""
+    marked = {mark.args[0] for mark in request.node.iter_markers("follows")}
+    if not marked:
+        yield
+        return
+    from tests.error_places import noted_places
+
+    with noted_places() as places:
+        yield
+    assert marked <= places, places
+
+
 @pytest.fixture(scope="session")
 def reference() -> Path:
     """The folder of the embedded model."""

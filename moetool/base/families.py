@@ -271,12 +271,9 @@ def known(model_type: str) -> Family | None:
 
 
 def find(model_type: str) -> Family:
-    """Return the family of a model. Raises: UsageError: moetool does not know it, or cannot run it."""
+    """Return the family of a model whose MoE layers were found. Raises: UsageError: moetool cannot run it."""
     family = known(model_type)
-    if family is None:
-        raise UsageError(
-            f"{model_type} is not a supported family, so its routing is unknown; 'moetool models' lists supported ones"
-        )
+    assert family is not None, model_type
     require_supported(model_type)
     return family
 

@@ -165,7 +165,7 @@ class ForcedRoutes:
     def attach(self, layers: Sequence[MoeLayer]) -> None:
         """Force the routes on another copy of the model too. Raises: UsageError: see the class."""
         if any(layer.form.call not in (Call.INTERFACE, Call.EXPERTS) for layer in layers):
-            raise UsageError("the routers of this family return no replaceable choice; use --data")
+            raise UsageError("the routers of this family return no replaceable choice; bench a MODEL with --data")
         self._handles += [
             layer.experts.register_forward_pre_hook(lambda _, args, i=layer.index: self._replace(i, args))
             for layer in layers

@@ -275,7 +275,7 @@ def _served(cell: Cell, path: Path, gguf: Path | None, server: str | None, optio
     elif server is None or not Path(server).is_file():
         raise MoetoolError("no llama-server on the PATH; give --llama-server")
     elif gguf is None:
-        raise MoetoolError("no --gguf with the same weights")
+        raise MoetoolError("no file of the same weights for llama-server; give --gguf")
     else:
         arguments = [server, "-m", str(gguf), "--port", str(port), "-t", str(options.threads)]
         arguments += ["-c", str(_context(options)), "-np", "1"]

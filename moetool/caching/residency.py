@@ -148,7 +148,7 @@ class Residency:
         if policy.num_slots < MIN_SLOTS:
             raise CapacityError(
                 f"a pool of {policy.num_slots} expert slots is too small: the smallest legal one has {MIN_SLOTS} "
-                f"({MIN_SLOTS * policy.spec.slot_bytes:,} bytes for this model); raise --device-memory"
+                f"({MIN_SLOTS * policy.spec.slot_bytes:,} bytes for this model)"
             )
         self.policy = policy
         self.num_slots = policy.num_slots

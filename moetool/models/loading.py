@@ -187,8 +187,7 @@ def load_full(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device =
         model = model.to(device)
     except torch.OutOfMemoryError as error:
         raise CapacityError(
-            f"{path} does not fit on {device} ({first_line(error)}); set --device-memory, so that experts are "
-            "loaded on demand"
+            f"{path} with all its experts does not fit on {device} ({first_line(error)}); free memory there"
         ) from None
     return LoadedModel(
         checkpoint=checkpoint, spec=spec, model=model, layers=moe_layers(model), files=None, device=device

@@ -162,7 +162,7 @@ def divide_memory(checkpoint: Checkpoint, wishes: Wishes, machine: Machine | Non
     chunk = options.prefill_chunk if "prefill_chunk" in why or machine is None else None
     if memory is not None:
         least_kv = kv_tokens or min(model.max_context, LEAST_CONTEXT)
-        _require_room(checkpoint.spec, model, memory, least_kv, wishes.predictor_bytes)
+        _require_room(checkpoint.spec, model, memory, least_kv, wishes.predictor_bytes, settable=machine is not None)
     curve = PUBLISHED if machine is None else machine.curve
     divide = partial(best_split, kv_tokens=kv_tokens, longest=options.expected_context, curve=curve)
     limit, counted, found = None if machine is None else machine.limit_bytes, model, None
@@ -355,8 +355,9 @@ def every_slot_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
 
 
 def _require_room(
-    spec: ModelSpec, model: Footprint, device_memory_bytes: int, kv_tokens: int, predictor_bytes: int
+    spec: ModelSpec, model: Footprint, device_memory_bytes: int, kv_tokens: int, predictor_bytes: int, *, settable: bool
 ) -> None:
+    """Raises: CapacityError, which names the setting of the KV cache where the command has one."""
     kv_bytes, slots_bytes = kv_tokens * model.kv_token_bytes, model.min_slots * model.slot_bytes
     needed = model.dense_bytes + kv_bytes + slots_bytes
     if device_memory_bytes < needed:
@@ -366,7 +367,7 @@ def _require_room(
         raise CapacityError(
             f"--device-memory {count(device_memory_bytes, 'B')} is too small for {spec.name}: it needs at least "
             f"{count(needed, 'B')} ({', '.join(parts)}, {model.min_slots} expert slots {count(slots_bytes, 'B')}); "
-            f"raise it{', or give a smaller --set kv_tokens' if kv_bytes else ''}"
+            f"raise it{', or give a smaller --set kv_tokens' if kv_bytes and settable else ''}"
         )
 
 

@@ -210,8 +210,7 @@ def simulate(
     options, inputs, spec, cluster = options or SimulationOptions(), inputs or ModeInputs(), world.spec, world.cluster
     chosen = find_mode(mode)
     own_options = _options_of(chosen.planner, inputs.options)
-    if requests < 1:
-        raise UsageError(f"--requests is {requests}, expected 1 or more")
+    assert requests >= 1
     rng = np.random.default_rng(options.seed)
     coming = read_arrivals(arrivals, sorted(world.sources), requests, rng, options.pace)
     change = len(coming) if world.later is None else len(coming) // 2

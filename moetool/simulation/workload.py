@@ -151,7 +151,7 @@ def read_source(
         replies.append(reply_TS[:decode_tokens] if len(reply_TS) else prompt_TS[-1:])
     if not prompts:
         seen = "" if among is None else " that the predictor was not trained on"
-        raise UsageError(f"{trace.path} has no request left to draw{seen}; give a longer trace or a smaller --split")
+        raise UsageError(f"{trace.path} has no request left to draw{seen}; give a longer trace or another --set split")
     return RequestSource(prompts=prompts, replies=replies, token_ids=token_ids)
 
 

@@ -16,7 +16,6 @@ import torch
 
 from moetool.base.errors import UsageError, unknown_name
 from moetool.base.json_files import JsonRecord
-from moetool.base.types import ForwardInfo, GateEvent
 from moetool.costing.costs import CostProfile
 from moetool.prediction.unseen_requests import Part, Unseen, in_time, unseen_by_all
 from moetool.trace.reader import Trace
@@ -24,7 +23,7 @@ from moetool.training.prediction_time import prompt_time, step_time
 from moetool.training.predictor import Predictor, build, load_predictor
 from moetool.training.prompt_scoring import PromptPrediction, judge
 from moetool.training.tally import MatchScore, MatchTally
-from moetool.training.tokens import Picker, read, require_finite, stream
+from moetool.training.tokens import Picker, read, stream
 
 BASELINES = ("popularity", "affinity")
 DISTANCES = (1, 2, 3, 4, 6, 8)
@@ -267,7 +266,6 @@ def _replay(
     """
     columns, picker = predictor.needs - {"experts"}, Picker(part)
     for info, events in trace.forwards(sequential=True, columns=columns, requests=frozenset(part)):
-        _require_finite(info, events, trace)
         mine = torch.from_numpy(picker.mask(np.array(info.request_T)))
         phase_T = torch.tensor(info.phase_T)[mine]
         true_LTK = [torch.tensor(event.experts_TK)[mine] for event in events]
@@ -278,11 +276,3 @@ def _replay(
                     scores_TE = torch.from_numpy(predictor.scores(layer))[mine]
                     tally.count(distance, layer, scores_TE, true_LTK[layer], phase_T)
         on_tokens(len(info.request_T))
-
-
-def _require_finite(info: ForwardInfo, events: Sequence[GateEvent], trace: Trace) -> None:
-    require_finite({"embeddings": info.embedding_TD}, trace)
-    for event in events:
-        scores = {"weights": event.weights_TK, "logits": event.scores_TE}
-        seen = {"hidden": event.hidden_TD, "ahead": event.ahead_ATE, "resident": event.resident_TE}
-        require_finite({**scores, **seen}, trace)

@@ -163,7 +163,6 @@ def stream(trace: Trace, needs: Collection[str], part: Part, most: int = 1024) -
         for start in range(0, len(rows), most):
             piece = slice(start, start + most)
             tokens = from_rows(trace.spec, rows.select(piece), None if embedding_TD is None else embedding_TD[piece])
-            require_finite({name: getattr(tokens, field) for name, field in FIELDS.items()}, trace)
             yield _with_ids(tokens, trace) if "token_id" in needs else replace(tokens, token_id_T=None)
 
 
@@ -213,16 +212,6 @@ def _space(count: int, like: Tensor, scratch: Path) -> Tensor:
                 return torch.from_numpy(np.memmap(file, np.float16, "w+", shape=shape))  # the map keeps it open
         return torch.empty(shape, dtype=torch.float16)
     return torch.empty(shape, dtype=torch.int16 if like.ndim == 3 else torch.int64)
-
-
-def require_finite(columns: Mapping[str, Tensor | np.ndarray | None], trace: Trace) -> None:
-    """Raise MismatchError if a number in these columns of a trace is not finite."""
-    for name, values in columns.items():
-        if values is not None and not bool(torch.as_tensor(values).isfinite().all()):
-            raise MismatchError(
-                f"{trace.path}: column {name} has numbers that are not finite, which an overflow in the model's "
-                f"compute can cause; capture again with --dtype float32"
-            )
 
 
 def _with_ids(tokens: Tokens, trace: Trace) -> Tokens:

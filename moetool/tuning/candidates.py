@@ -324,6 +324,6 @@ class Candidates:
         if seconds is None:
             raise UsageError(
                 f"{self.trace.path} has no decoded tokens among the requests that a plan is chosen on, so there is no "
-                f"time per output token; capture with --max-new-tokens, and plan with --profile"
+                f"time per output token; capture with --max-new-tokens above 0"
             )
         return seconds

@@ -145,7 +145,8 @@ def _run(
         return replay(_trace(path), policies, budgets, replace(setup, on_progress=report))
     except MoetoolError:
         raise
-    except Exception as error:  # its traceback does not reach the parent
+    except Exception as error:  # the parent gets its traceback as text
         if (place := plugins.foreign_place(error)) is None:
             raise
-        raise MoetoolError(f"{type(error).__name__}: {error} (from {place}); --jobs 1 shows more") from None
+        said = f"{type(error).__name__}: {error} (from {place}); MOETOOL_DEBUG=1 shows the traceback"
+        raise MoetoolError(said) from error

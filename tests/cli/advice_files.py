@@ -3,15 +3,20 @@
 import csv
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import CONFIG_MAPPING
 
+from moetool.capture.run import CaptureOptions, capture
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.shape import shape_of
 from moetool.placement.cluster_file import load_cluster
 from moetool.placement.plan import bare_plan
+from moetool.prompts import gather
 from moetool.trace.foreign.importing import import_trace
 from moetool.training.fitting import FitOptions
 from moetool.training.training import train
@@ -60,6 +65,7 @@ def profiles(folder: Path) -> None:
     synthetic_routes.write_trace(folder / "t", num_requests=4)
     spec, gpu = make_spec(), compute(device="cuda")
     make_profile(spec, gpu).save(folder / "gpu.json")
+    make_profile(spec, gpu, loads={"disk": flat(10), "pinned": flat(5)}).save(folder / "pinned.json")
     make_profile(spec, compute(), gpu, loads={"disk": flat(10), "pinned": flat(5)}).save(folder / "both.json")
     make_profile(make_spec(num_experts=16)).save(folder / "other.json")
 
@@ -235,3 +241,53 @@ def tables(folder: Path) -> None:
     hours = [(hour, 0, *pair, 5) for hour in range(2) for pair in pairs]
     _rows(folder / "twice.csv", "hour", "day", "layer", "expert", "count", rows=hours)
     _rows(folder / "counts.csv", "stage", "expert", "count", rows=[(*pair, 5) for pair in pairs])
+
+
+def fixed_routes(folder: Path) -> None:
+    """A trace of a family whose routers cannot be substituted."""
+    spec = replace(make_spec(), name="llama4_text:x")
+    synthetic_routes.write_trace(folder / "t", spec, num_requests=4, keep=("topk", "logits", "ahead"))
+
+
+def uneven_layers(folder: Path) -> None:
+    """A trace whose layers have different numbers of experts."""
+    trace(folder)
+    file = folder / "t" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["spec"]["num_experts_L"][-1] += 1
+    file.write_text(json.dumps(manifest))
+
+
+def topk_maps(folder: Path) -> None:
+    """A trace with all that maps can hold."""
+    keep = ("topk", "logits", "embeddings")
+    synthetic_routes.write_trace(folder / "t", num_requests=8, keep=keep)
+
+
+def short_ahead(folder: Path) -> None:
+    synthetic_routes.write_trace(folder / "t", make_spec(6), num_requests=4, keep=("topk", "ahead", "logits"))
+
+
+def of_the_reference(folder: Path) -> None:
+    """Profile and traces of the embedded model, without new tokens, and with them."""
+    texts = list(gather.load(["arithmetic"], max_prompts=4))
+    for name, new_tokens in (("prompts", 0), ("t", 2)):
+        capture("reference", texts, folder / name, CaptureOptions(max_new_tokens=new_tokens, dtype="float32"))
+    make_profile(Checkpoint.open("reference").spec, compute(dtype="bfloat16")).save(folder / "c.json")
+
+
+def draft_head(folder: Path) -> None:
+    """Colibri's routes of a prompt, in which the draft head's layer has the most rows."""
+    rows = [(layer, row) for layer, count in ((4, 2), (5, 2), (6, 3)) for row in range(count)]
+    lines = [f"{layer - 4} {row} {layer} 1:0.6250 {row + 2}:0.3750" for layer, row in rows]
+    (folder / "draft.txt").write_text("\n".join(lines) + "\n")
+
+
+def recorder(folder: Path) -> None:
+    """SGLang's record of each token, the first layer without experts."""
+    foreign.save(folder / "s.pt", foreign.recorder_pack())
+
+
+def part_of_another(folder: Path) -> None:
+    """A model whose language model transformers builds only with speech."""
+    CONFIG_MAPPING["qwen3_omni_moe"]().save_pretrained(folder / "m")

@@ -53,14 +53,17 @@ def test_invalid_options_are_refused_in_one_line(arguments: list[str], says: str
     assert code == 2 and says in said and "\n" not in said.strip()
 
 
+@pytest.mark.follows("moetool.bench.live_cluster.namespaces require_namespaces")
 @pytest.mark.parametrize(("user", "tool", "says"), [(1000, "/sbin", "only root can"), (0, None, "need ip of iproute2")])
 def test_hosts_in_namespaces_need_root_and_iproute2(
     user: int, tool: str | None, says: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: user)
     monkeypatch.setattr("shutil.which", lambda name: tool)
-    code, _, said = run("--set", "bench.where=namespaces")
+    one_set = ("--data", "arithmetic")
+    code, _, said = run("--set", "bench.where=namespaces", *one_set)
     assert code == 2 and says in said and "bench.where=processes" in said and "\n" not in said.strip()
+    assert "1 set of prompts for 3 servers" in run("--set", "bench.where=processes", *one_set)[2]
 
 
 def test_lines_by_name() -> None:

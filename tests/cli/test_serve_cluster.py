@@ -127,6 +127,16 @@ def test_the_scheduler_keeps_to_whole_layers(plan: Path, tmp_path: Path) -> None
     )  # is not imported
 
 
+@pytest.mark.follows("moetool.cli.cluster _require_any_machine")
+def test_servers_on_several_machines_listen_at_every_address(
+    refused: Callable[..., str], plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moetool.cluster.ray_launch.head_address", lambda address: "10.0.0.7")
+    cluster = ("reference", "--plan", plan, "--cluster", "10.0.0.7:6379", "--set", "state=learned")
+    assert "give --host 0.0.0.0" in refused(2, *cluster, "--host", "10.0.0.8")
+    assert "state is for policies that learn" in refused(2, *cluster, "--host", "0.0.0.0")  # a later check
+
+
 def test_without_ray(refused: Callable[..., str], plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     line = refused(2, "reference", "--plan", plan, "--cluster", "10.0.0.7:6379")

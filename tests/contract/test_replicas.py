@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moetool.base.errors import MismatchError, MoetoolError, UsageError
+from moetool.base.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.base.types import ForwardInfo, Phase
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
@@ -29,7 +29,7 @@ from moetool.training.quantize.calibration import Calibration
 from moetool.training.quantize.folding import FAMILIES, folds_of
 from moetool.training.quantize.judging import judge
 from moetool.training.quantize.layer_forward import Layerwise
-from moetool.training.quantize.replica import make_replica
+from moetool.training.quantize.replica import choose, make_replica
 from moetool.training.quantize.replica_layers import ReplicaOptions
 from tests import families
 from tests.refusals import refused
@@ -347,6 +347,16 @@ def test_a_missing_tensor_is_an_error(case: Case, tmp_path: Path) -> None:
         load_lazy(Checkpoint.open(tmp_path / "m"), torch.float32)
 
 
+@pytest.mark.follows("moetool.training.quantize.replica choose")
+def test_a_replica_that_memory_does_not_hold_fits_in_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moetool.training.quantize.replica.memory_bytes", lambda: (2**40, 90_000_000))
+    checkpoint, asked = Checkpoint.open("reference"), replace(OPTIONS, dtype="float32", max_tokens=100_000)
+    with refused(CapacityError, "--set dtype=bfloat16 or max_tokens=N"):
+        choose(checkpoint, asked, {"dtype"})
+    for given in (replace(asked, dtype="bfloat16"), replace(asked, max_tokens=1000)):
+        assert choose(checkpoint, given, {"dtype"})[0] == given
+
+
 class _Untouched(Shards):
     """Weight files of which only the headers may be read."""
 
@@ -410,6 +420,18 @@ def test_what_is_no_number_is_refused_and_leaves_nothing(tmp_path: Path) -> None
         with pytest.raises(MoetoolError, match=f"of 96 tokens have activations that are NaN .* after layer {layer}"):
             make_replica(Checkpoint.open(path), out, CALIBRATION, OPTIONS)
         assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.follows("moetool.training.quantize.soundness require_finite")
+@pytest.mark.follows("moetool.training.quantize.replica make_replica")
+def test_what_float16_cannot_hold_float32_can(tmp_path: Path) -> None:
+    path, out = tmp_path / "model", tmp_path / "out"
+    for name in ("model.layers.1.post_attention_layernorm.weight", "lm_head.weight"):
+        families.save("qwen3_moe", path, num_hidden_layers=2, tie_word_embeddings=False)
+        _poison(path, name, 6e4)
+        with refused(MoetoolError, "NaN or infinite", "--set dtype=float32"):
+            make_replica(Checkpoint.open(path), out, CALIBRATION, replace(OPTIONS, dtype="float16"), overwrite=True)
+        make_replica(Checkpoint.open(path), out, CALIBRATION, replace(OPTIONS, dtype="float32"), overwrite=True)
 
 
 def test_a_model_kept_packed_computes_the_same(case: Case) -> None:

@@ -70,15 +70,28 @@ def test_cells_are_measured_or_say_why_not(
     assert "transformers" in shown and "not measured: llama.cpp, memory all: no llama-server" in shown
 
 
+@pytest.mark.follows("moetool.bench.rivals _served")
 def test_it_fails_if_no_engine_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    arguments = ("--engine", "llama.cpp", "--set", "shares=[0]", "--out", str(tmp_path))
-    assert _run(monkeypatch, *SMALL, *arguments) == 1
-    assert "not measured: llama.cpp, memory all: no llama-server" in capsys.readouterr().out
-    (row,) = read_result(tmp_path / "rivals.json").rows
-    assert "why" in row
+    monkeypatch.setattr("moetool.bench.rivals.memory_bandwidth", lambda threads: 1e9)
+    server = tmp_path / "llama-server"
+    server.write_text("#!/bin/sh\nexit 3\n")
+    server.chmod(0o700)
+    arguments = ["--engine", "llama.cpp", "--set", "shares=[0]", "--out", str(tmp_path)]
+    for number, (more, said) in enumerate(
+        [
+            ([], "no llama-server on the PATH; give --llama-server"),
+            (["--llama-server", server], "no file of the same weights for llama-server; give --gguf"),
+            (["--gguf", server], "llama.cpp ended with status 3"),
+        ]
+    ):
+        arguments += map(str, more)
+        assert _run(monkeypatch, *SMALL, *arguments, *(["--overwrite"] if number else [])) == 1
+        assert f"not measured: llama.cpp, memory all: {said}" in " ".join(capsys.readouterr().out.split())
+        (row,) = read_result(tmp_path / "rivals.json").rows
+        assert said in row["why"]
 
 
 @pytest.mark.parametrize("limit", [1, 15_000_000], ids=["everything", "a part"])

@@ -1,8 +1,10 @@
 """`moetool bench serve`: the model uses the experts of the trace, and the counts are those of replay."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from moetool.runtime.request import SamplingParams
 from moetool.trace.reader import Trace
 from moetool.training.training import train
 from moetool.tuning.replay import ReplaySetup, replay
+from tests import families
 from tests.refusals import refused
 from tests.synthetic_routes import make_spec, write_trace
 from tests.tiny_shape import EXPERT_BYTES, write_shape
@@ -187,6 +190,26 @@ def test_routes_of_another_shape_are_refused(folder: Path, tmp_path: Path) -> No
         subject = BenchModel(shape=str(folder / "tiny"), routes=routes, work=folder / "work")
         with refused(MismatchError, "routes", "shape"):
             bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
+
+
+@pytest.mark.follows("moetool.bench.serve _require_memory")
+def test_a_pool_that_does_not_fit_is_refused(subject: BenchModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "memory_bytes", lambda: (2**30, 20 * EXPERT_BYTES))
+    few = partial(bench_serve, subject, policies=["lru"], budgets=["25%"])
+    with refused(CapacityError, "smaller budgets", "--set bench.resident=false"):
+        few(options=OPTIONS)
+    assert {row["policy"] for row in few(options=replace(OPTIONS, resident=False)).rows} == {"lru"}
+
+
+@pytest.mark.follows("moetool.bench.forced_routes ForcedRoutes.attach")
+def test_routers_without_a_choice_to_replace_are_refused(folder: Path, tmp_path: Path, reference: Path) -> None:
+    families.save("jetmoe", tmp_path / "m", vocab_size=4096, max_position_embeddings=512)
+    for file in reference.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "m")
+    with Checkpoint.open(tmp_path / "m") as opened, refused(UsageError, "a MODEL with --data"):
+        ForcedRoutes(load_full(opened, torch.float32).layers, Trace(folder / "routes"))
+    subject = BenchModel(model=str(tmp_path / "m"), data=("arithmetic",))
+    assert bench_serve(subject, policies=["lru"], budgets=["50%"], options=OPTIONS).rows
 
 
 def test_policies_that_fit_no_budget_are_refused(subject: BenchModel) -> None:

@@ -1,21 +1,30 @@
 """For the same memory a plan and a server have the same slots and the same KV cache."""
 
+import json
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from moetool.base.config import parse
-from moetool.base.errors import CapacityError
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.caching.plan import CachePlan, PredictorReference
 from moetool.capture.run import CaptureOptions, capture
 from moetool.cli.cache_plans import device_budget
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts.gather import load
 from moetool.runtime.assembly import build_engine
 from moetool.runtime.automatic import choose, on_this_machine
-from moetool.runtime.budget import Wishes, divide_memory, least_and_most, served_budgets
+from moetool.runtime.budget import Wishes, divide_memory, least_and_most, served_budgets, this_machine
 from moetool.runtime.serve_options import ServeOptions
+from moetool.trace.edit import head
 from moetool.trace.reader import Trace
+from moetool.training.predictor import load_predictor
+from moetool.training.training import train
 from moetool.tuning.cache_planning import CacheSearch, plan_cache
+from tests.artefacts import CACHE_PLAN
 from tests.refusals import refused
 
 GGUF = str(Path(__file__).parents[1] / "golden" / "gguf" / "qwen3moe.gguf")
@@ -45,6 +54,34 @@ def test_plans_and_servers_divide_a_memory_alike(
     assert (served.slots == checkpoint.spec.total_experts) == (share > 1)
     parts = served.dense_bytes + served.predictor_bytes + served.kv_bytes + served.slots_bytes
     assert parts + served.unused_bytes == served.limit_bytes == memory
+
+
+@pytest.mark.follows("moetool.runtime.budget this_machine")
+def test_the_memory_of_a_process_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("is_available", True), ("device_count", 1), ("mem_get_info", (2**30, 2**30))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    checkpoint, options = Checkpoint.open("reference"), ServeOptions(device="cuda")
+    with refused(UsageError, "use --host-memory"):
+        this_machine(checkpoint, options, process_memory_bytes=2**30)
+    assert this_machine(checkpoint, replace(options, host_memory_bytes=2**30)).limit_bytes > 2**29
+
+
+@pytest.mark.follows("moetool.runtime.assembly _predictor")
+def test_a_plan_keeps_to_its_predictor(tmp_path: Path) -> None:
+    trace = capture("reference", load(["chat"], max_prompts=4), tmp_path / "t", CaptureOptions(dtype="float32")).out
+    mine, other = tmp_path / "p", tmp_path / "q"
+    for out, tokens in ((mine, 1), (other, 2)):
+        train("popularity", head(Trace(trace), tmp_path / f"part{tokens}", requests=1 + tokens).path, out)
+    needed = PredictorReference(name="popularity", sha256=load_predictor(mine).sha256, path=str(other))
+    checkpoint = Checkpoint.open("reference")
+    facts = {**CACHE_PLAN(), "spec": checkpoint.spec.to_json(), "policy": "promoe", "slots": 64, "dtype": "float32"}
+    facts |= {"budget_bytes": 5_000_000, "dense_bytes": 7_000_000, "device_memory_bytes": 30_000_000, "kv_tokens": 256}
+    (tmp_path / "plan.json").write_text(json.dumps({**facts, "predictor": asdict(needed), "predictor_bytes": 1}))
+    plan = CachePlan.load(tmp_path / "plan.json")
+    serving = partial(build_engine, checkpoint, options=ServeOptions(kv_tokens=256), plan=plan)
+    with refused(MismatchError, "--predictor"):
+        serving(device_memory_bytes=30_000_000)
+    serving(device_memory_bytes=30_000_000, predictor=mine).close()
 
 
 @pytest.mark.parametrize("memory", [12_000_000, 20_000_000])

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from moetool.base import assets
+from moetool.base.errors import UsageError
 from moetool.cli import demo
 from tests.command_line import child_environment, exit_code
 from tests.documents import blocks, cluster_of, commands
+from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,6 +84,7 @@ def _serve(words: list[str], *chats: list[str]) -> None:
     assert server.returncode == 0, rest
 
 
+@pytest.mark.follows("moetool.cli.demo run")
 def test_the_demo_serves_the_plain_models_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +97,9 @@ def test_the_demo_serves_the_plain_models_text(
     monkeypatch.setattr(assets, "path", lambda *parts: tmp_path / recipe[-1] if parts == recipe else path(*parts))
     monkeypatch.setattr(demo, "NEW_TOKENS", 8)
     monkeypatch.setattr(demo, "SHARES", (0.25,))
+    (tmp_path / "file").touch()
+    with refused(UsageError, "another --out"):
+        demo.run(tmp_path / "file")
     demo.run(tmp_path / "demo")
     out = capsys.readouterr().out
     table = out[out.index("6 questions of 8 tokens") :]

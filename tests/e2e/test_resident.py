@@ -204,6 +204,15 @@ UNUSUAL = {
 }
 
 
+@pytest.mark.follows("moetool.runtime.experts.partial_forward unsupported_layers")
+def test_what_a_family_of_another_shape_can_keep(tmp_path: Path) -> None:
+    families.save("granitemoe", tmp_path, residual_multiplier=0.25)
+    loaded = load_full(Checkpoint.open(tmp_path), torch.float32)
+    with refused(UsageError, "leave resident out of --keep"):
+        GateRecorder(loaded.model, loaded.layers, ["topk", "resident"])
+    GateRecorder(loaded.model, loaded.layers, ["topk"])
+
+
 @pytest.mark.parametrize("family", [*USUAL, *UNUSUAL])
 def test_families_of_the_usual_shape_and_others(family: str, tmp_path: Path) -> None:
     with torch.device("meta"):

@@ -123,13 +123,16 @@ def test_replay_decides_as_serve_did(model: Path, slots: int, alpha: float, pool
     assert row.counts.prefetch_loads or alpha > 0.5
 
 
+@pytest.mark.follows("moetool.runtime.experts.resident_forward PooledResidentForward.__init__")
 def test_where_it_cannot_run_it_is_refused_by_name(model: Path, tmp_path: Path) -> None:
     loaded = load_lazy(Checkpoint.open(model), torch.float32)
     two = [build_policy("smoe", loaded.spec, {"predict_from": "resident"}, 6) for _ in range(2)]
     pool = open_pool(two)
     stores = open_stores(loaded, pool, 1)
-    with refused(UsageError, "device's", "pool"):
+    with refused(UsageError, "device's", "pool", "policy.predict_from=ahead"):
         ExpertRuntime(loaded, pool, stores)
+    ahead = open_pool([build_policy("smoe", loaded.spec, {"predict_from": "ahead"}, 6) for _ in range(2)])
+    ExpertRuntime(loaded, ahead, stores)
     stores.close()
     told = build("resident_forward", loaded.spec).eval()
     with refused(UsageError, "needed before"):

@@ -333,6 +333,7 @@ def test_it_does_not_matter_who_forwarded_a_batch(case: Case, stopped: Path) -> 
     case.require_whole(stopped)
 
 
+@pytest.mark.follows("moetool.capture.batch_writer BatchWriter._require_numbers")
 def test_a_router_that_gives_no_number_is_refused(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, layer, number = tmp_path / "t", case.loaded.layers[1], case.plan.batches[1][0].request
     forwards = [0]
@@ -358,6 +359,21 @@ def test_a_router_that_gives_no_number_is_refused(case: Case, tmp_path: Path, mo
     case.require_whole(out)
 
 
+@pytest.mark.follows("moetool.capture.resume CaptureFolder.copy_to")
+def test_a_damaged_batch_is_captured_again(case: Case, tmp_path: Path) -> None:
+    out = tmp_path / "t"
+    with open_stage(out, case.plan, resume=False, overwrite=False, on_note=_quiet) as stage:
+        run_batches(stage, stage.missing(), lambda *_: case.loaded)
+        batch = stage.file(0)
+    batch.write_bytes(batch.read_bytes()[:200])
+    with refused(MismatchError, batch, "remove it", "--resume"):
+        case.run(out)
+    batch.unlink()
+    case.run(out)
+    case.require_whole(out)
+
+
+@pytest.mark.follows("moetool.capture.job require_disk")
 def test_a_disk_that_is_too_small_is_refused_at_once(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,15 +397,17 @@ def test_a_disk_that_is_too_small_is_refused_at_once(
     with refused(CapacityError, "--out"):
         with_free(least - 1)
     assert not stage_path(tmp_path / "t").exists()
+    with_free(least)  # on another disk
 
 
+@pytest.mark.follows("moetool.capture.resume open_stage")
 def test_a_disk_that_fills_half_way_loses_nothing(case: Case, stopped: Path) -> None:
     """For real: no file may grow beyond the smallest batch that is missing."""
     size = CaptureFolder(stopped, case.plan).file(0).stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size // 4, limits[1]))
     try:
-        with refused(MoetoolError, "t.stage"):
+        with refused(MoetoolError, "t.stage", "--resume"):
             case.run(stopped)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -151,6 +151,7 @@ def test_a_template_without_tools_refuses_them() -> None:
         client.chat.completions.create(tools=TOOLS, tool_choice="none", **ANSWER)
 
 
+@pytest.mark.follows("moetool.serving.tool_use tool_use")
 def test_an_unknown_format_is_named_by_an_option() -> None:
     engine = ScriptedEngine(reply=REPLY, max_context=2000)
     engine.tokenizer.chat_template = TEMPLATE.replace("<tool_call>", "[call]")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moetool.base.errors import UsageError
+from moetool.base.errors import CapacityError, UsageError
 from moetool.kernels.cpu.compiled import find_kernel
 from moetool.kernels.cpu.kinds import BFLOAT16
 from moetool.measuring import library_weights
@@ -35,6 +35,7 @@ from moetool.models.weights.pack_quantized import PackCodec
 from moetool.models.weights.scaled import ScaledCodec
 from moetool.runtime.experts.forward import ExpertRuntime
 from tests import families, gguf_models, quantized
+from tests.refusals import refused
 
 SMALL = VerifyOptions(policies=("lru",), prompts=3, tokens=3)
 _PACKED_SIZE = {
@@ -46,6 +47,18 @@ _PACKED_SIZE = {
 def _verify(path: Path | str, options: VerifyOptions = SMALL) -> Comparison:
     with Checkpoint.open(path) as opened:
         return verify(opened, options, lambda what, done, total: None)
+
+
+@pytest.mark.follows("moetool.measuring.verification _pool")
+def test_too_little_memory_for_float32(reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moetool.measuring.verification.memory_bytes", lambda: (2**30, 7_000_000))
+    few = replace(SMALL, prompts=1, tokens=1)
+    with refused(CapacityError, "raise it") as caught:
+        _verify(reference, replace(few, device_memory_bytes=1_000_000))
+    assert "--set" not in str(caught.value)  # the command has none
+    with refused(CapacityError, "give --dtype bfloat16"):
+        _verify(reference, few)
+    assert _verify(reference, replace(few, dtype="bfloat16")).policies
 
 
 def _shape(family: str, to: Path, reference: Path, **changed: Any) -> Path:

@@ -32,11 +32,7 @@ class LocalExperts:
     def __init__(
         self, server: int, spec: ModelSpec, pool: Pool, store: Store, held: Collection[tuple[int, int]], capacity: int
     ) -> None:
-        if len(held) > capacity:
-            raise CapacityError(
-                f"server {server} should hold {len(held)} experts but has room for {capacity}; make a new plan: "
-                "moetool plan placement"
-            )
+        assert len(held) <= capacity  # `worker_settings` checks the plan
         self.capacity = capacity
         self.computing = threading.Lock()
         self._server, self._spec, self._pool, self._store = server, spec, pool, store

@@ -129,11 +129,6 @@ class ModelFacts(GivenFacts):
             MismatchError: the file and the given facts differ.
         """
         num_layers = len(layers)
-        given = {"num_experts": num_experts, "top_k": top_k_L}
-        missing = [what for what, value in given.items() if value is None and self.known(what) is None]
-        if len(missing) > 1:
-            numbers = " ".join(f"--set {what}=NUMBER" for what in missing)
-            raise UsageError(f"{path} lacks {' and '.join(missing)} of its model; add --set model=PATH or {numbers}")
         if num_experts is None and self.spec is not None and self.spec.num_layers == num_layers:
             num_experts_L = self.spec.num_experts_L
         else:

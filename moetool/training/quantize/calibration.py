@@ -66,7 +66,8 @@ def from_prompts(
         raise UsageError(
             f"the calibration text has {found:,} tokens in {len(mine)} prompts and "
             f"{kept:,} in {len(judged)} prompts for scoring, expected at least "
-            f"{LEAST_BLOCKS * length:,} and {length:,}; give more --data, or set a shorter length"
+            f"{LEAST_BLOCKS * length:,} and {length:,}; give more --data, or set a shorter length: "
+            "--set length=N"
         )
     return Calibration(
         ids_NS=ids_NS,

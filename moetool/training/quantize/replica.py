@@ -79,9 +79,11 @@ def make_replica(
         made = Checkpoint(staged)
         judged = judge(checkpoint, made, calibration.judged_NS, dtype, lambda done: report(maker.num_layers + done))
         if not math.isfinite(judged.kl):
+            shutil.rmtree(maker.folder, ignore_errors=True)  # a resumed run would fail here again
+            remedy = "--set dtype=float32" if dtype == torch.float16 else "other --data"
             raise MoetoolError(
-                f"{checkpoint.path} or its replica gives logits that are NaN or infinite on the scoring text"
-                ", expected none; try --set dtype=float32, or other --data"
+                f"{checkpoint.path} or its replica gives logits that are NaN or infinite on the scoring text, expected "
+                f"none; try {remedy}"
             )
         reloaded = _check(made, calibration.judged_NS[:1], judged.logits if dtype == torch.float32 else None)
         report(steps)

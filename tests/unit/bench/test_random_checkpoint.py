@@ -109,12 +109,14 @@ def test_a_killed_writer_leaves_no_usable_checkpoint(shape: str, tmp_path: Path)
     assert [path for path in work.iterdir() if path.is_dir()] == [whole]
 
 
+@pytest.mark.follows("moetool.bench.random_checkpoint random_checkpoint")
 def test_a_full_disk_is_reported_before_writing(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = collections.namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 0, 10))
-    with refused(CapacityError, "4", "MoE", "10"):
-        random_checkpoint(shape, 4, tmp_path / "work")
-    assert list((tmp_path / "work").iterdir()) == []
+    usage, plenty = collections.namedtuple("usage", "total used free"), shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 0, 10) if path.name == "full" else plenty)
+    with refused(CapacityError, "4", "MoE", "10", "--work"):
+        random_checkpoint(shape, 4, tmp_path / "full")
+    assert list((tmp_path / "full").iterdir()) == []
+    assert random_checkpoint(shape, 4, tmp_path / "work").parent == tmp_path / "work"
 
 
 @pytest.mark.parametrize("layers", [0, 5])

@@ -15,6 +15,7 @@ from moetool.cluster.ray_check import (
     check_cluster,
     is_here,
     require_fitting,
+    require_reach,
     token_source,
 )
 from tests.refusals import refused
@@ -30,9 +31,12 @@ def closed_port() -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
+@pytest.mark.follows("moetool.cluster.ray_check require_reach")
 def test_nobody_listens(closed_port: int) -> None:
-    with refused(UsageError, f"127.0.0.1:{closed_port}"):
-        ask_head(f"127.0.0.1:{closed_port}")
+    with refused(UsageError, f"127.0.0.1:{closed_port}", "ray start --head"):
+        require_reach(f"127.0.0.1:{closed_port}")
+    with socket.create_server(("127.0.0.1", 0)) as started:
+        require_reach(f"127.0.0.1:{started.getsockname()[1]}")
     (check,) = check_cluster(f"127.0.0.1:{closed_port}")
     assert (check.name, check.good) == ("head", False)
 

@@ -153,6 +153,7 @@ def test_the_shapes_that_come_along_are_those_of_the_models() -> None:
     }
 
 
+@pytest.mark.follows("moetool.measuring.probes.link link_curve")
 def test_what_cannot_be_profiled_is_said_before_anything_is_measured(tiny: Path, tmp_path: Path) -> None:
     with refused(UsageError, "deepseek-v2-lite", "--config-only"):
         profile("deepseek-v2-lite")
@@ -170,12 +171,21 @@ def test_what_cannot_be_profiled_is_said_before_anything_is_measured(tiny: Path,
         profile("reference", ProfileOptions(peer="there"))
     with refused(MoetoolError, "127.0.0.1:1", "moetool profile --listen"):
         profile("reference", ProfileOptions(peer="1"))
+    there: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=link.serve, args=("127.0.0.1:0", there.put), daemon=True).start()
+    assert link.link_curve(there.get(timeout=PATIENCE_S), 0.0).y[0] > 0
 
 
+@pytest.mark.follows("moetool.measuring.probes.layer _materialise")
 def test_no_room_for_a_layer_or_on_the_disk(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "memory_bytes", lambda: (10**6, 1000))
-    with refused(CapacityError, "1,000"):
+    with refused(CapacityError, "1,000") as caught:
         layer.layer_curves(Checkpoint.open(tiny), torch.float32, "cpu", 0)
+    needed = int(str(caught.value).split()[0].replace(",", ""))
+    monkeypatch.setattr(layer, "memory_bytes", lambda: (10**6, needed - 1))
+    with refused(CapacityError, "narrower --dtype"):
+        layer.layer_curves(Checkpoint.open(tiny), torch.float32, "cpu", 0)
+    layer.layer_curves(Checkpoint.open(tiny), torch.bfloat16, "cpu", 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 5, 5))
     with refused(CapacityError, "5 bytes free"), disk.scratch_shards(tiny, 100):
         pass

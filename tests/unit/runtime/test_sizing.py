@@ -1,6 +1,7 @@
 """How memory is divided between activations, KV cache and expert slots."""
 
 import itertools
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -42,6 +43,16 @@ def found_with(memory: int) -> ExpectedSplit:
 
 def chosen(memory: int) -> MemorySplit:
     return found_with(memory).split
+
+
+@pytest.mark.follows("moetool.runtime.sizing divide")
+def test_memory_below_the_least_is_refused_with_the_least() -> None:
+    asked = partial(best_split, MODEL, kv_tokens=20_000, chunk_tokens=None, longest=GOOD_CONTEXT)
+    with refused(CapacityError, "in all", "a smaller --set kv_tokens") as caught:
+        asked(5_000_000_000)
+    said = re.search(r"in all ([\d,]+) bytes", str(caught.value))
+    assert said is not None and asked(int(said[1].replace(",", ""))).split.slots == MODEL.min_slots
+    assert asked(5_000_000_000, kv_tokens=LEAST_CONTEXT).split.slots > MODEL.min_slots
 
 
 @given(

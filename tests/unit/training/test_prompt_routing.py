@@ -182,6 +182,8 @@ def test_it_learns_a_rule_of_this_token_and_the_one_before(name: str) -> None:
     assert right > 0.95  # by the token alone it would be 0.5 + 1/8
 
 
+@pytest.mark.follows("moetool.training.prompt_routing PromptPredictor.logits")
+@pytest.mark.follows("moetool.training.tokens _with_ids")
 @both
 def test_withheld_ids_are_refused(name: str, tmp_path: Path) -> None:
     predictor = _built(name)

@@ -1,6 +1,7 @@
 """Replays over processes: the rows of one process, progress over all pools, and errors."""
 
 import multiprocessing
+import traceback
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.refusals import refused
 from tests.synthetic import make_spec, write_trace
 
 
+@pytest.mark.follows("moetool.tuning.replay_jobs replay_with_jobs")
 def test_processes_make_the_rows_of_one_and_count_all_tokens(tmp_path: Path) -> None:
     trace, shown = write_trace(tmp_path / "t", make_spec(), num_requests=4), list[tuple[int, int]]()
     setup = ReplaySetup(jobs=2, on_progress=lambda what, done, total: shown.append((done, total)))
@@ -23,8 +25,9 @@ def test_processes_make_the_rows_of_one_and_count_all_tokens(tmp_path: Path) -> 
         replay_with_jobs(trace, policies, [1999], setup)
     for process in multiprocessing.active_children():
         process.kill()
-    with refused(MoetoolError, "jobs"):
+    with refused(MoetoolError, "--jobs 1"):
         replay_with_jobs(trace, policies, budgets, setup)
+    assert replay_with_jobs(trace, policies, budgets, ReplaySetup(jobs=1)) == replay(trace, policies, budgets)
     assert replay_with_jobs(trace, policies, budgets, setup) == replay(trace, policies, budgets)
 
 
@@ -37,8 +40,9 @@ def test_a_policy_of_a_file_and_its_bug_in_a_process(tmp_path: Path, monkeypatch
     monkeypatch.setattr(plugins, "typed", {("policy", str(own)), ("policy", str(broken))})
     rows = replay_with_jobs(trace, [str(own), "lru"], [5000, 9000], setup)
     assert [row.counts for row in rows[:2]] == [row.counts for row in rows[2:]]
-    with refused(MoetoolError, "AttributeError", f"{broken}:7 in gate"):
+    with refused(MoetoolError, "AttributeError", f"{broken}:7 in gate", "MOETOOL_DEBUG=1") as caught:
         replay_with_jobs(trace, [str(broken), "lru"], [5000, 9000], setup)
+    assert "return misses[0].nothing" in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_small_replay_needs_no_processes(tmp_path: Path) -> None:

@@ -71,6 +71,14 @@ def _equal(folder: Path, **about: Any) -> Trace:
     return trace
 
 
+@pytest.mark.follows("moetool.tuning.replay _as_served")
+def test_a_log_is_repeated_in_the_order_of_its_server(tmp_path: Path) -> None:
+    log = _equal(tmp_path / "log")
+    with refused(UsageError, "leave out --order sequential"):
+        replay_served(log, ReplaySetup(sequential=True))
+    assert replay_served(log, ReplaySetup()).slots == 9
+
+
 def test_a_log_is_repeated_with_its_slots_or_refused(tmp_path: Path) -> None:
     row = replay_served(_equal(tmp_path / "log"))
     assert (row.policy, row.slots) == ("served", 9)

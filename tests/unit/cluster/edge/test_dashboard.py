@@ -116,6 +116,8 @@ def test_names_that_are_allowed(world: World) -> None:
             page.close()
 
 
+@pytest.mark.follows("moetool.cluster.edge.dashboard Dashboard.__init__")
 def test_a_port_that_is_taken_is_said(page: dashboard.Dashboard) -> None:
     with refused(UsageError, "127.0.0.1", "--set", "dashboard.port"):
         dashboard.Dashboard(dict, port=int(page.url.rsplit(":", 1)[1]))
+    dashboard.Dashboard(dict, port=0).close()

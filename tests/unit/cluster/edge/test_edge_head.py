@@ -18,7 +18,7 @@ from moetool.cluster.edge import edge_head as edge
 from moetool.cluster.edge.edge_head import EdgeHead
 from moetool.cluster.edge.protocol import ArrivedExpert, ExpertLocations, ExpertLocationsUpdate, WorkerInfo
 from moetool.cluster.edge.server_settings import Endpoints, held_by, worker_settings
-from moetool.cluster.edge.worker import WorkerSettings, message_bytes
+from moetool.cluster.edge.worker import Worker, WorkerSettings, message_bytes
 from moetool.cluster.transport import own_address
 from moetool.cluster.worker_link import WorkerDied
 from moetool.models.checkpoint import Checkpoint
@@ -533,6 +533,7 @@ def _settings(
     )
 
 
+@pytest.mark.follows("moetool.cluster.edge.server_settings worker_settings")
 def test_settings_of_each_server(reference: Path) -> None:
     first, second = _settings(reference, slots=150, emulate_links=True, call_timeout_s=3.0)
     assert (first.capacity, len(first.held), first.port, second.port) == (150, 128, 8000, 8001)
@@ -551,8 +552,9 @@ def test_settings_of_each_server(reference: Path) -> None:
         _settings(reference, options=ServeOptions(state="x"))
     with refused(UsageError, "keep_prefixes"):
         _settings(reference, options=ServeOptions(keep_prefixes=True))
-    with refused(UsageError, 65535):
+    with refused(UsageError, 65535, "--port"):
         _settings(reference, port=65535)
+    assert [one.port for one in _settings(reference, port=65534)] == [65534, 65535]
     with refused(CapacityError, "GPU 0"):
         _settings(reference, slots=127)
     with refused(MismatchError, "plan", "model"):
@@ -565,6 +567,15 @@ def test_settings_of_each_server(reference: Path) -> None:
             limits=ServerOptions(),
             cluster=ClusterOptions(),
         )
+
+
+@pytest.mark.follows("moetool.cluster.edge.worker _require_revision")
+def test_a_server_has_the_model_of_the_plan(reference: Path) -> None:
+    ours = replace(_settings(reference)[0], content={"config.json": "0" * 64})
+    with refused(MismatchError, "copy the plan's model there", "moetool plan placement"):
+        Worker(replace(ours, revision="0" * 64))
+    with refused(MismatchError, "another config.json than the head"):  # the next check
+        Worker(ours)
 
 
 def _other_plan(spec: Any) -> PlacementPlan:

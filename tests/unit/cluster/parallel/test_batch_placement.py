@@ -53,6 +53,13 @@ def wanting(*experts: int, tokens: int = 100) -> RoutingPredictor:
     return RoutingPredictor("cascade", predict)
 
 
+@pytest.mark.follows("moetool.cluster.parallel.batch_placement BatchReplacement.__init__")
+def test_proactive_placement_needs_a_predictor() -> None:
+    with refused(UsageError, "moetool train cascade", "--predictor"):
+        BatchReplacement("proactive", SPEC, CLUSTER)
+    BatchReplacement("proactive", SPEC, CLUSTER, predictors=[wanting(0)])
+
+
 def decide(control: BatchReplacement, costs: BatchCosts = FACTS, before: np.ndarray | None = None) -> Decision | None:
     """From a placement that has 0 and 1 together."""
     return control.decide(BATCH, placed([0, 1], [2, 3]) if before is None else before, costs)

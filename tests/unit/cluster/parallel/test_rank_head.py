@@ -5,11 +5,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from moetool.base.errors import CapacityError, MismatchError, MoetoolError
+from moetool.base.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.cluster.frames import FrameConnection, LinkError
 from moetool.cluster.parallel import channel, members
 from moetool.cluster.parallel.batch_loop import BatchLoop
@@ -133,6 +134,18 @@ def done(generation: int, batch: int, left: Sequence[int] = ()) -> dict[str, Any
         "tally": {**tally, "expert_s": 0.0, "dense_s": 0.0, "exchange_s": 0.0},
         "moved": {"experts": 0, "bytes": 0, "during_exchange": 0, "from_disk": 0, "seconds": 0.0},
     }
+
+
+@pytest.mark.follows("moetool.cluster.parallel.rank_head RankHead.check")
+def test_what_ranks_cannot_answer_is_to_be_left_out() -> None:
+    head, _ = open_head()
+    for field, asked in (
+        ("response_format", SamplingParams(max_tokens=1, grammar=Mock())),
+        ("return_routed_experts", SamplingParams(max_tokens=1, return_routes=True)),
+    ):
+        with refused(UsageError, field, "omit"):
+            head.check([1], asked)
+    head.check([1], SamplingParams(max_tokens=1))
 
 
 def test_the_end_of_a_batch_that_was_lost_ends_no_other() -> None:

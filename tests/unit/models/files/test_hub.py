@@ -95,6 +95,21 @@ def test_a_repository_without_clear_weights_is_refused_before_they_come(hub: Hub
     assert not any(path.endswith(".safetensors") for path in _downloaded(hub))
 
 
+@pytest.mark.follows("moetool.models.files.hub _Download._weights")
+@pytest.mark.parametrize(("files", "said"), [({}, "names no files"), ({"x": "gone.safetensors"}, "gone.safetensors")])
+def test_an_index_without_its_files_is_refused_and_another_revision_helps(
+    hub: Hub, files: dict[str, str], said: str
+) -> None:
+    index = hub.folders[NAME] / "model.safetensors.index.json"
+    whole = index.read_text()
+    index.write_text(json.dumps({"weight_map": files}))
+    with refused(MismatchError, *said.split(), "--revision"):
+        locate(NAME)
+    index.write_text(whole)
+    hub.commit = "b" * 40  # a later revision of the repository
+    assert (locate(with_revision(NAME, hub.commit)) / "model-0.safetensors").is_file()
+
+
 def test_the_config_alone_needs_no_weights(hub: Hub) -> None:
     checkpoint = Checkpoint.open(NAME, weights=False)
     assert checkpoint.spec.num_layers and checkpoint.tokenizer is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moetool.base.errors import CapacityError, UsageError
-from moetool.models.loading import parse_device
+from moetool.models.loading import parse_device, parse_devices
 from moetool.runtime.experts.copies import ALIGNMENT, CpuCopies, CudaCopies, open_copies, slot_views, stride_of
 from tests.refusals import refused
 
@@ -116,6 +116,7 @@ def test_a_copy_comes_after_the_computing_and_the_computing_after_the_copy(cuda:
     assert cuda.log == [("host", "wait", "event1")]
 
 
+@pytest.mark.follows("moetool.runtime.experts.copies CudaCopies.host_memory")
 def test_host_memory_is_registered_and_given_back(cuda: _Cuda) -> None:
     copies = CudaCopies(GPU)
     memory = copies.host_memory(5000)
@@ -128,15 +129,21 @@ def test_host_memory_is_registered_and_given_back(cuda: _Cuda) -> None:
         cuda.refuse = 2
         copies.host_memory(5000)
     assert cuda.log[-1] == ("clear",)
+    smaller = CudaCopies(GPU)
+    cuda.refuse = 0
+    smaller.host_memory(4000)
+    smaller.close()
     cuda.log.clear()
     del copies
     gc.collect()
     assert cuda.log == [("host", "wait", "copies"), ("unregister",)]  # without `close` too
 
 
+@pytest.mark.follows("moetool.runtime.experts.copies _allocate")
 def test_memory_that_is_not_there_is_refused() -> None:
-    with refused(CapacityError, "cpu"):
+    with refused(CapacityError, "cpu", "smaller --device-memory"):
         CpuCopies().device_memory(1 << 60)
+    assert CpuCopies().device_memory(1 << 10).numel() == 1 << 10
     assert isinstance(open_copies(torch.device("cpu")), CpuCopies)
 
 
@@ -147,6 +154,7 @@ def test_slots_are_cut_at_equal_distances() -> None:
     assert {slot.numel() for slot in slots} == {300}
 
 
+@pytest.mark.follows("moetool.models.loading parse_devices")
 def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -155,3 +163,6 @@ def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_device("cpu") == torch.device("cpu")
     with refused(UsageError, "unknown", "device"):
         parse_device("cuda:1")
+    with refused(UsageError, "2 GPUs", "fewer devices"):
+        parse_devices("cuda", 3)
+    assert [device.index for device in parse_devices("cuda", 2)] == [0, 1]

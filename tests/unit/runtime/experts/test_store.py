@@ -299,6 +299,7 @@ def test_loads_from_host_memory_are_one_batch_with_one_mark(files: _Files) -> No
     store.close()
 
 
+@pytest.mark.follows("moetool.runtime.experts.source ExpertSource.__init__")
 def test_pools_keep_to_their_budgets(files: _Files) -> None:
     for memory, expected in ((None, 0), (500, 0), (1024, 1024), (10_000, 9 * 1024), (10**9, 200 * 1024)):
         store = ExpertStore(files, 4, host_memory_bytes=memory)  # type: ignore[arg-type]
@@ -310,6 +311,7 @@ def test_pools_keep_to_their_budgets(files: _Files) -> None:
         store.close()
         with pytest.raises(CapacityError, match=f"expected at least {least}, .* set it to {least * 1024:,}"):
             _tiered(files, 4, least - 1, **options)
+        ExpertStore(files, 4, host_memory_bytes=least * 1024, **options).close()  # type: ignore[arg-type]
 
 
 def test_with_room_for_all_nothing_is_read_twice(files: _Files) -> None:
