@@ -17,7 +17,7 @@ class LocalExperts:
     Args:
         server: its number, for messages.
         held: (layer, expert) held from the start.
-        capacity: limit of held experts. Those without a slot are read from disk on demand.
+        capacity: limit of held experts, at least those of the start. Those without a slot are read from disk on demand.
 
     Attributes:
         computing: lock on pool and store, never held while waiting for another server.
@@ -25,7 +25,6 @@ class LocalExperts:
     Effects: reads the held experts into the pool before it returns.
 
     Raises:
-        CapacityError: `held` exceeds the capacity.
         MoetoolError: an expert cannot be read.
     """
 

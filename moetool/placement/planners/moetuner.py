@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from moetool.base.config import Span, require_within
-from moetool.base.errors import CapacityError
 from moetool.placement.planner import Problem, layer_slots
 
 
@@ -43,9 +42,6 @@ def place(problem: Problem, options: Options) -> np.ndarray:
         - HiGHS replaces Gurobi, whose tolerance is 0.025 too. Here it is relative to the layer's tokens, since the
           optimum may be 0.
         - The search ends at `nodes`: 256 experts on 64 GPUs were left with a deviation of 8.3 %.
-
-    Raises:
-        CapacityError: there are no clusters within `nodes`.
     """
     room_GL = layer_slots(problem)
     placed_GLE = np.zeros(problem.demand.tokens_GLE.shape, bool)
@@ -64,10 +60,7 @@ def clusters(tokens_E: np.ndarray, room_C: np.ndarray, options: Options) -> np.n
     """Return the experts of each cluster, chosen_CE bool: the first programme.
 
     Args:
-        room_C: most experts of each cluster; none is empty if it has room and the experts suffice.
-
-    Raises:
-        CapacityError: see `place`.
+        room_C: most experts of each cluster, enough for all; none is empty if it has room and the experts suffice.
     """
     from scipy import sparse  # half a second, which other planners do not need
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -96,10 +89,7 @@ def clusters(tokens_E: np.ndarray, room_C: np.ndarray, options: Options) -> np.n
         constraints=LinearConstraint(matrix, lower, upper),
         options={"mip_rel_gap": options.tolerance, "node_limit": options.nodes},
     )
-    if found.x is None:
-        raise CapacityError(
-            f"moetuner: no {num} clusters of {experts} experts within {options.nodes} nodes; raise --set nodes=..."
-        )
+    assert found.x is not None  # the first node has one: only the room limits the choices, and it suffices
     return np.asarray(found.x[: num * experts].reshape(num, experts) > 0.5)
 
 

@@ -149,6 +149,7 @@ def test_moetuner_finds_the_least_deviation_and_the_least_largest_transfer(seed:
         for gpu_E in tried
         if ((size_C := np.bincount(gpu_E, minlength=3)) >= 1).all() and (size_C <= room_C).all()
     )
+    assert (moetuner.clusters(tokens_E, room_C, moetuner.Options(nodes=1)).sum(axis=0) == 1).all()
     chosen_CE = moetuner.clusters(tokens_E, room_C, exact)
     assert deviation(chosen_CE.argmax(axis=0)) == pytest.approx(min(map(deviation, fitting)))
     placed_GE = place("moetuner", problem, exact)[:, 0]
