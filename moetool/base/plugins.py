@@ -9,6 +9,7 @@ searched on Python's path only, so that a downloaded directory runs no code.
 """
 
 import contextlib
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -16,14 +17,18 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from inspect import isfunction
+from multiprocessing import parent_process
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from moetool.base.errors import UsageError, unknown_name
+from moetool.base.tables import narrate
 
 FOLDERS = {
     "policy": "moetool.caching.policies",
@@ -73,6 +78,19 @@ _foreign_files: set[str] = set()
 """Files of imported plugins that do not come with moetool."""
 
 
+class WrongAnswer(ValueError):
+    """An answer of a plugin's method that moetool cannot act on.
+
+    Attributes:
+        place: the method's file, line and name; empty if it is no Python function.
+    """
+
+    def __init__(self, message: str, method: Callable[..., Any] | None = None) -> None:
+        super().__init__(message)
+        code = getattr(method, "__code__", None)
+        self.place = ("", 0, "") if code is None else (code.co_filename, code.co_firstlineno, code.co_name)
+
+
 def foreign_place(error: BaseException) -> str | None:
     """Return the line of a foreign plugin from which an error came: `FILE:LINE in FUNCTION`.
 
@@ -96,7 +114,8 @@ def describe(error: BaseException) -> str:
 
 def _places(error: BaseException) -> list[tuple[str, int, str]]:
     walked = traceback.walk_tb(error.__traceback__)
-    return [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
+    answered = [error.place] if isinstance(error, WrongAnswer) else []
+    return [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked] + answered
 
 
 def allow(kind: str, names: str) -> None:
@@ -186,7 +205,25 @@ def _imported(kind: str, name: str) -> ModuleType:
         raise UsageError(
             f"{name} is not {article} {kind}: it has no {' and no '.join(missing)}{_CONTRACTS.get(kind, '')}"
         )
+    if parent_process() is None and isinstance(own := getattr(module, _PARTS.get(kind, ("",))[-1], None), type):
+        _warn_of_misspelt(f"{kind} {name}", own)
     return module
+
+
+@cache
+def _warn_of_misspelt(called: str, own: type) -> None:
+    """Warn once about methods of a plugin's class that resemble a method of its contract but are not called."""
+    contract = {
+        name
+        for base in own.__mro__
+        if base.__module__.partition(".")[0] == "moetool"
+        for name, value in vars(base).items()
+        if isfunction(value) and not name.startswith("_")
+    }
+    defined = {name for name, value in vars(own).items() if isfunction(value) and not name.startswith("_")}
+    for name in sorted(defined - contract):
+        if near := difflib.get_close_matches(name, contract - defined, n=1, cutoff=0.75):
+            narrate(f"moetool: {called}: its method {name} is no hook; did you mean {near[0]}?")
 
 
 def _own_path() -> list[str]:

@@ -233,7 +233,7 @@ class Policy:
 
     def evict(self, locked: Collection[int]) -> int:
         """Return the resident to evict for an on-demand load, not in `locked`; `removed` follows."""
-        raise NotImplementedError
+        raise NotImplementedError("the policy has no method evict")
 
     def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
         """Return the candidate to evict for an on-demand load, where each layer has its own slots.

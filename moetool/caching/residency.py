@@ -25,6 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from moetool.base.errors import CapacityError, shortened
+from moetool.base.plugins import WrongAnswer
 from moetool.base.types import ForwardInfo, GateEvent, Phase
 from moetool.caching.compiled_events import CompiledEvents, kernels
 from moetool.caching.layer_slots import scaled_down
@@ -280,9 +281,10 @@ class Residency:
         if policy.computes_on_host and misses:
             hosted = set(policy.on_host(event, list(misses)))
             if not hosted <= set(misses):
-                raise ValueError(
+                raise WrongAnswer(
                     f"on_host answered {shortened(repr(sorted(hosted)))}, expected some of the misses "
-                    f"{shortened(repr(misses))}"
+                    f"{shortened(repr(misses))}",
+                    policy.on_host,
                 )
             steps += [Step(StepKind.HOST, key, -1) for key in sorted(hosted)]
             misses = [key for key in misses if key not in hosted]
@@ -307,8 +309,9 @@ class Residency:
                 extra_loads = deque(key for key in to_load if key not in missing)
                 to_load = deque(key for key in to_load if key in missing)
             if sorted(to_load) != misses:
-                raise ValueError(
-                    f"gate answered {shortened(repr(answered))}, expected all of the misses {shortened(repr(misses))}"
+                raise WrongAnswer(
+                    f"gate answered {shortened(repr(answered))}, expected all of the misses {shortened(repr(misses))}",
+                    policy.gate,
                 )
         locked = set(hits)
         prefetches: deque[int] | None = None
@@ -566,9 +569,15 @@ class Residency:
         return slot
 
     def _give_up(self, key: int, locked: Collection[int]) -> None:
-        slot = None if key in locked else self._slot_of.pop(key, None)
+        try:
+            slot = None if key in locked else self._slot_of.pop(key, None)
+        except TypeError:  # unhashable
+            slot = None
         if slot is None:
-            raise ValueError(f"evict answered {key!r}, expected a resident expert that this event does not need")
+            raise WrongAnswer(
+                f"evict answered {shortened(repr(key))}, expected a resident expert that this event does not need",
+                self.policy.evict,
+            )
         self._free.append(slot)
         if self._layer_slots:
             layer = key // self._stride

@@ -124,13 +124,28 @@ BROKEN = (
         return misses + [hits[10**6]]
 """
 )
-ABSENT = (
+WRONG = (
     MINE.format(name="Policy")
     + """
     def evict(self, locked):
-        return 10**9
+        return {}
 """
 )
+MISSPELT = """
+from dataclasses import dataclass
+from moetool import plugins
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    pass
+
+class Policy(plugins.Policy):
+    def evct(self, locked):
+        return self.oldest(locked)
+
+    def oldest(self, locked):
+        return 0
+"""
 
 
 @pytest.mark.parametrize(
@@ -139,7 +154,9 @@ ABSENT = (
         (BROKEN, ("IndexError", "wrong.py:14 in gate")),
         ("import os\n1 / 0\n", ("ZeroDivisionError", "wrong.py:2 in <module>")),
         ("def f(:\n", ("SyntaxError", "wrong.py:1")),
-        (ABSENT, ("wrong.py",)),
+        (WRONG.format("10**9"), ("evict answered 1000000000, expected a resident", "wrong.py:13 in evict")),
+        (WRONG.format("[0]"), ("evict answered [0], expected a resident", "wrong.py:13 in evict")),
+        (MISSPELT, ("no method evict", "wrong.py")),
     ],
 )
 def test_an_error_of_a_plugin_is_one_line_with_its_place(
@@ -154,6 +171,15 @@ def test_an_error_of_a_plugin_is_one_line_with_its_place(
     assert exit_code(monkeypatch, "replay", "--trace", trace, "--policy", "./wrong.py", "--budget", "25%") == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert all(fact in error for fact in (*facts, "MOETOOL_DEBUG=1"))
+
+
+def test_a_misspelt_hook_is_said(
+    lab: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (lab / "wrong.py").write_text(MISSPELT)
+    assert exit_code(monkeypatch, "replay", "--trace", trace, "--policy", "lru,./wrong.py", "--budget", "25%") == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if "is no hook" in line]
+    assert said == ["moetool: policy ./wrong.py: its method evct is no hook; did you mean evict?"]
 
 
 def test_an_error_of_a_plugin_in_a_forward_names_its_place(
