@@ -137,6 +137,7 @@ def chat_text(
             chat_template=template,
             tokenize=False,
             add_generation_prompt=answer,
+            **body.chat_template_kwargs,
         )
     except Exception as error:  # a template may raise anything on unexpected input
         reason = str(error) or type(error).__name__

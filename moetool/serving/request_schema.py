@@ -28,6 +28,11 @@ MAX_BIASES = 1024
 MAX_CHOICES = 128
 """Limit of choices in one request, over all its prompts."""
 
+_FORMATS = (
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),  # vLLM
+    *("json_schema", "regex", "ebnf", "grammar"),  # SGLang, llama.cpp
+)
+"""Other servers' fields for the format of an answer."""
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 _TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -112,6 +117,19 @@ class GenerationRequest(RequestBody):
     return_token_ids: bool = Field(default=False, description="Token ids of prompt and answer, as vLLM does")
 
     min_tokens: Annotated[Any, Only(0)] = None
+    bad_words: Annotated[Any, Only([])] = None
+    stop_token_ids: Annotated[Any, Only([])] = None
+    allowed_token_ids: Annotated[Any, Only([])] = None
+    length_penalty: Annotated[Any, Only(1)] = None
+    use_beam_search: Annotated[Any, Only(False)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _format_by_its_name(cls, data: Any) -> Any:
+        for name in _FORMATS if isinstance(data, dict) else ():
+            if data.get(name) not in (None, ""):
+                raise ValueError(f"{name}: give a JSON schema as response_format; other formats are not supported")
+        return data
 
     @field_validator("stream_options")
     @classmethod
@@ -210,6 +228,7 @@ class ConversationRequest(RequestBody):
     messages: Sequence[ChatMessage] = Field(min_length=1)
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
+    chat_template_kwargs: JsonObject = Field(default={}, description="Variables of the chat template, as in vLLM")
 
     @model_validator(mode="after")
     def _chooses_a_tool(self) -> Self:

@@ -266,6 +266,9 @@ def test_scoring_a_prompt(client: openai.OpenAI) -> None:
         ("response_format", {"response_format": {"type": "json_schema"}}),
         ("response_format.type", {"response_format": {"type": "xml"}}),
         ("min_tokens", {"min_tokens": 5}),
+        ("use_beam_search", {"use_beam_search": True}),
+        ("guided_json", {"guided_json": {"type": "object"}}),
+        ("structured_outputs", {"structured_outputs": {"choice": ["yes", "no"]}}),
         ("temperature", {"temperature": 2.5}),
         ("temperature", {"temperature": float("nan")}),
         ("top_p", {"top_p": -1e-9}),
@@ -326,6 +329,29 @@ def test_too_long_for_the_context(client: openai.OpenAI) -> None:
     # A default limit gives way to the context.
     done = client.completions.create(model="reference", prompt=[5] * 250)
     assert done.usage and done.usage.completion_tokens == 6
+
+
+def test_a_format_by_another_servers_name_is_refused(url: str) -> None:
+    _, body = post(url, "/v1/completions", {"model": "reference", "prompt": "a", "guided_regex": "[a-z]+"})
+    assert body["error"]["message"].startswith("guided_regex: give a JSON schema as response_format")
+    status, _ = post(url, "/v1/completions", {"model": "reference", "prompt": "a", "guided_regex": None, "grammar": ""})
+    assert status == 200
+
+
+def test_a_chat_template_gets_its_variables(client: openai.OpenAI, engine: ScriptedEngine, monkeypatch: Any) -> None:
+    monkeypatch.setattr(engine.tokenizer, "chat_template", "{{ 'thinking' if enable_thinking else 'plain' }}")
+
+    def prompt_tokens(**variables: bool | str) -> int:
+        more = {"chat_template_kwargs": variables}
+        answer = client.chat.completions.create(model="reference", messages=HELLO, extra_body=more)
+        assert answer.usage is not None
+        return answer.usage.prompt_tokens
+
+    lengths = [len(engine.tokenizer.encode(text)) for text in ("thinking", "plain")]
+    assert [prompt_tokens(enable_thinking=True), prompt_tokens(enable_thinking=False)] == lengths
+    assert lengths[0] != lengths[1]
+    with pytest.raises(openai.BadRequestError, match="multiple values for keyword argument 'tools'"):
+        prompt_tokens(tools="none")
 
 
 def test_what_the_engine_refuses(client: openai.OpenAI, engine: ScriptedEngine, monkeypatch: Any) -> None:
