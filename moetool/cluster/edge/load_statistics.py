@@ -67,7 +67,7 @@ class Statistics:
         self._moved_NN = np.zeros((num_servers, num_servers, 2))  # bytes, seconds
         self._fresh: set[frozenset[int]] = set()
         self._rounds = np.zeros(2)  # seconds of migrations besides transfer, rounds
-        self._overrun = 1.0  # seconds of migrations by their estimate
+        self._overrun = 1.0  # seconds of migrations' transfers by their estimate
 
     def add(self, stats: WorkerStats, now_s: float) -> None:
         """Count a worker's report. Raises: MismatchError: it is of another model."""
@@ -113,7 +113,7 @@ class Statistics:
         self._rounds = _OLDER_MOVES * self._rounds + (beside_s, rounds)
 
     def overran(self, times: float) -> None:
-        """Count a migration that took this many times its estimate: beside other load, trials are too short."""
+        """Count a migration whose copies took this many times the estimate: beside other load, trials are too short."""
         self._overrun = float(np.clip(self._overrun * times, *_OVERRUN))
 
     def stayed(self) -> None:
@@ -124,7 +124,7 @@ class Statistics:
     def round_s(self) -> float:
         """Seconds of a round of a migration besides transfer: informing all servers, and waiting for computations."""
         seconds, count = self._rounds
-        return max(0.0, float(self._overrun * seconds / count)) if count else 0.0
+        return max(0.0, float(seconds / count)) if count else 0.0
 
     def changed(self, now_s: float) -> None:
         """Start over with a new placement. The time of a call is kept until it is measured again."""

@@ -51,7 +51,12 @@ def pooled(spec: ModelSpec, cluster: Cluster, slots: Mapping[int, int]) -> Clust
 
 
 def observe(
-    statistics: Statistics, cluster: Cluster, held: Mapping[int, Set[Place]], slots: Mapping[int, int], horizon_s: float
+    statistics: Statistics,
+    cluster: Cluster,
+    held: Mapping[int, Set[Place]],
+    slots: Mapping[int, int],
+    horizon_s: float,
+    share: float,
 ) -> tuple[Observed, InForce, ReplacementCosts] | None:
     """Inputs of a decision; None if too little was observed.
 
@@ -59,6 +64,7 @@ def observe(
         cluster: the plan's.
         held: experts of each running server; together they hold every expert.
         slots: expert slots of each running server.
+        share: share of time in which migration may use links.
     """
     servers = tuple(sorted(slots))
     tokens_NLE, folds = statistics.tokens_of(servers), statistics.folds(servers)
@@ -68,13 +74,19 @@ def observe(
     machines = pooled(spec, statistics.measured(cluster), slots)
     placed_NLE = as_array(spec, [held[n] for n in servers])
     horizon_tokens = statistics.tokens_s * horizon_s
+
+    def control_s(moves: Sequence[Move]) -> float:
+        """Return the seconds of rounds besides transfer that do not pass in the pause after it."""
+        pauses_s = (seconds * (1 / share - 1) for seconds in round_transfers(by_server(moves, servers), held, slots))
+        return sum(max(0.0, statistics.round_s - pause_s) for pause_s in pauses_s)
+
     return (
         Observed(tokens_GLE=tokens_NLE, held_out=tuple(folds), horizon_tokens=horizon_tokens, source="past"),
         InForce(spec=spec, cluster=machines, placed_GLE=placed_NLE),
         ReplacementCosts(
             latency=statistics.latency(machines, servers),
             call_s=statistics.call_s,
-            control_s=lambda moves: statistics.round_s * num_rounds(by_server(moves, servers), held, slots),
+            control_s=control_s,
         ),
     )
 
@@ -171,9 +183,9 @@ def trial_copies(
     return copies
 
 
-def num_rounds(steps: Sequence[Move], held: Mapping[int, Set[Place]], slots: Mapping[int, int]) -> int:
-    """Number of rounds that moves take (`next_round`)."""
-    now, rounds = {n: set(places) for n, places in held.items()}, 0
+def round_transfers(steps: Sequence[Move], held: Mapping[int, Set[Place]], slots: Mapping[int, int]) -> list[float]:
+    """Seconds of transfer of each round that moves take (`next_round`)."""
+    now, transfers_s = {n: set(places) for n, places in held.items()}, []
     while steps:
         drops, copies, done, _ = next_round(steps, now, slots)
         for step in drops:
@@ -181,8 +193,9 @@ def num_rounds(steps: Sequence[Move], held: Mapping[int, Set[Place]], slots: Map
                 now[step.gpu].discard(step.place)
         for step in copies:
             now[step.gpu].add(step.place)
-        steps, rounds = steps[done:], rounds + 1
-    return rounds
+        steps = steps[done:]
+        transfers_s.append(sum(step.seconds for step in copies))
+    return transfers_s
 
 
 def by_server(moves: Sequence[Move], servers: Sequence[int]) -> list[Move]:

@@ -140,7 +140,8 @@ class Scheduler:
         self._target: dict[int, frozenset[Place]] | None = None
         self._moving: ReplacementRecord | None = None
         self._loaded_NLE = np.zeros((num_servers, spec.num_layers, spec.num_experts), np.int64)
-        self._moved = np.zeros(3)  # in this migration: copies, seconds of transfer, rounds
+        self._moved = np.zeros(4)  # in this migration: copies, rounds, seconds of transfer, seconds of rounds besides
+        self._transfer_s = 0.0  # its expected seconds of transfer
         self._timed = False  # whether its decision knew the rate of every link
         self._now_s: float | None = None
         self._resume = False
@@ -159,8 +160,10 @@ class Scheduler:
 
     def on_tick(self, head: Servers) -> None:
         """Call `tick` with the current time, and set `tick_s`."""
+        began = time.monotonic()
         try:
-            self.tick_s = max(_LEAST_TICK_S, self.tick(head, time.time()))
+            wait_s = self.tick(head, time.time())
+            self.tick_s = max(_LEAST_TICK_S, wait_s - (time.monotonic() - began))  # a round of moves takes long
         except Exception:
             self.tick_s = self.options.poll_s  # pauses between repeated errors
             raise
@@ -299,7 +302,8 @@ class Scheduler:
             servers_there = sorted(slots)
             self._steps = by_server(decision.moves, servers_there)
             self._target = {n: frozenset(places_of(decision.placed_GLE[i])) for i, n in enumerate(servers_there)}
-            self._moving, self._next_move_s, self._moved = record, now_s, np.zeros(3)
+            self._moving, self._next_move_s, self._moved = record, now_s, np.zeros(4)
+            self._transfer_s = sum(move.seconds for move in decision.moves)
             both = "unknown"
             if record.step_before_s is not None and record.step_after_s is not None:
                 both = f"{record.step_before_s:,.1f} s before, {record.step_after_s:,.1f} s after"
@@ -313,7 +317,7 @@ class Scheduler:
         self, record: ReplacementRecord, held: dict[int, frozenset[Place]], slots: dict[int, int]
     ) -> Decision | None:
         """Decide from the observations, and record it; None if no decision was possible."""
-        seen = observe(self.statistics, self.cluster, held, slots, self._horizon_s)
+        seen = observe(self.statistics, self.cluster, held, slots, self._horizon_s, self.options.share)
         if seen is None:
             record.outcome = "too few observations"
             _LOG.debug("no decision: too few observations")
@@ -365,11 +369,13 @@ class Scheduler:
             [(step.gpu, step.place) for step in drops],
             [(step.gpu, step.place, self._nearest(step.gpu, step.place, left)) for step in copies],
         )
+        busy_N = np.zeros(len(self.cluster.servers))  # seconds of transfer, which servers do at once
         for (server, place), moved in made.arrived.items():
             self.statistics.moved(server, moved)
             self._loaded_NLE[(server, *place)] += 1
-        busy_s = sum(moved.seconds for moved in made.arrived.values())
-        self._moved += (len(made.arrived), busy_s, 1)
+            busy_N[server] += moved.seconds
+        busy_s = float(busy_N.sum())
+        self._moved += (len(made.arrived), 1, busy_s, max(0.0, time.monotonic() - began - float(busy_N.max())))
         for _, place, error in made.failed:
             if isinstance(error, WorkerDied):
                 self._end(now_s, f"cancelled: {first_line(error)}")
@@ -380,19 +386,18 @@ class Scheduler:
         self._next_move_s = now_s + busy_s / self.options.share
         if not self._steps:
             over_s = now_s + max(busy_s, time.monotonic() - began)
-            self._migrated(over_s)
+            self._migrated()
             left_out = f"; {self._moving.skipped} moves skipped" if self._moving.skipped else ""
             self._end(over_s, f"done{left_out}")
 
-    def _migrated(self, over_s: float) -> None:
-        """Measure the time of a migration besides transfer."""
+    def _migrated(self) -> None:
+        """Measure a migration's seconds besides transfer, and those of transfer by their estimate."""
         assert self._moving is not None
-        copies, busy_s, rounds = self._moved
+        copies, rounds, busy_s, beside_s = self._moved
         if copies and copies == self._moving.copies:  # otherwise an earlier scheduler began it, or it was aborted
-            took_s = over_s - self._moving.at_s - self._moving.plan_s
-            self.statistics.migrated(int(rounds), took_s - busy_s / self.options.share)
-            if self._timed and took_s > 0 and self._moving.foreseen_s > 0:
-                self.statistics.overran(took_s / self._moving.foreseen_s)
+            self.statistics.migrated(int(rounds), beside_s)
+            if self._timed and busy_s > 0 and self._transfer_s > 0:
+                self.statistics.overran(busy_s / self._transfer_s)
 
     def _nearest(self, server: int, place: Place, held: dict[int, frozenset[Place]]) -> int:
         """The holder with the plan's fastest link to a server; -1 if there is none."""

@@ -37,13 +37,15 @@ def test_old_tokens_count_half_after_a_half_life() -> None:
 
 
 def test_decisions_without_a_migration_forget_that_one_overran() -> None:
-    statistics = Statistics(SPEC, 2, half_life_s=10.0)
+    statistics, cluster = Statistics(SPEC, 2, half_life_s=10.0), make_cluster([[1], [1]])
+    statistics.moved(0, ArrivedExpert(source=1, bytes=1000, seconds=1.0))
     statistics.migrated(2, 0.4)
     statistics.overran(9.0)
-    assert statistics.round_s == pytest.approx(0.8)  # four times, at most
+    assert statistics.measured(cluster).link(0, 1)[0] == pytest.approx(1000 / 4)  # four times, at most
     for _ in range(20):
         statistics.stayed()
-    assert 0.2 < statistics.round_s < 0.24
+    assert 1000 / 1.2 < statistics.measured(cluster).link(0, 1)[0] < 1000
+    assert statistics.round_s == pytest.approx(0.2)  # as measured in the migration itself
 
 
 def test_tokens_a_second_are_right_whatever_is_forgotten() -> None:

@@ -17,9 +17,9 @@ from moetool.cluster.edge.protocol import ArrivedExpert, MigrationRoundResult
 from moetool.cluster.edge.replacement import (
     as_array,
     next_round,
-    num_rounds,
     places_of,
     pooled,
+    round_transfers,
     steps_to,
     trial_copies,
 )
@@ -80,7 +80,8 @@ class World:
 
     def step(self, tokens: int = 60) -> float:
         """One tick, and what the servers do until the next; coverage and room are checked."""
-        wait_s = min(self.scheduler.tick(self.table, self.now_s), 5.0)
+        began_s = self.now_s
+        wait_s = min(max(0.0, self.scheduler.tick(self.table, began_s) - (self.now_s - began_s)), 5.0)
         assert not self.table.uncovered()
         for worker in self.workers.values():
             assert len(worker.held) <= worker.slots
@@ -176,12 +177,13 @@ def _take_per_round(world: World, seconds: float, monkeypatch: pytest.MonkeyPatc
         return move(drops, copies)
 
     monkeypatch.setattr(world.table, "move", late)
-    monkeypatch.setattr("moetool.cluster.edge.scheduler.time", SimpleNamespace(monotonic=lambda: world.now_s))
+    clock = SimpleNamespace(monotonic=lambda: world.now_s, time=lambda: world.now_s)
+    monkeypatch.setattr("moetool.cluster.edge.scheduler.time", clock)
 
 
 def test_eq4_has_both_sides_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     odds_NLE = odds(SPEC, 3)
-    dear = World(odds_NLE, planned(odds_NLE, "uniform"))
+    dear = World(odds_NLE, planned(odds_NLE, "uniform"), replace(OPTIONS, share=1.0))  # no pauses in which time passes
     _take_per_round(dear, 0.1, monkeypatch)
     for worker in dear.workers.values():
         worker.call_s = 1e-7
@@ -215,6 +217,19 @@ def test_copies_leave_links_their_share() -> None:
     copies = sum(len(worker.adopted) for worker in world.workers.values())
     assert copies > 10
     assert world.now_s - began_s >= (copies - 2) * 0.05 / 0.25
+
+
+def test_a_round_passes_within_its_share_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    odds_NLE = odds(SPEC, 3)
+    world = World(odds_NLE, planned(odds_NLE, "uniform"))
+    while not world.scheduler.migrating:
+        world.step()
+    _take_per_round(world, 0.2, monkeypatch)
+    world.scheduler.on_tick(world.table)
+    copies = sum(len(worker.adopted) for worker in world.workers.values())
+    assert copies > 4 and world.scheduler.tick_s == pytest.approx(copies * 0.05 / 0.5 - 0.2)
+    decided = world.scheduler.history.decisions[-1]
+    assert decided.foreseen_s == pytest.approx(decided.copies * 0.05 / 0.5)
 
 
 def test_a_migration_takes_what_was_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,4 +505,4 @@ def test_the_last_holders_drop_frees_no_room_for_later_rounds() -> None:
 
     held, slots = {0: {(0, 0)}, 1: set(), 2: {(0, 1), (0, 2)}}, {0: 1, 1: 2, 2: 2}
     steps = [step("drop", 0, 0), step("copy", 1, 1), step("copy", 1, 0), step("copy", 2, 1)]
-    assert num_rounds(steps, held, slots) == 2  # the head refuses the drop, so server 0 has no room
+    assert round_transfers(steps, held, slots) == [0.6, 0.6]  # the head refuses the drop, so server 0 has no room
