@@ -14,7 +14,7 @@ BY_EXPERT = (
 """Families whose files hold one tensor per expert and matrix."""
 BY_EXPERT_FORMATS = ("fp8_block", "fp8_scaled", "nvfp4", "gptq", "awq", "int4")
 """The formats that all of them are tested with."""
-RELEASED = ("deepseek_v4", "minimax_m3_vl_text", "mistral_large4_text")
+RELEASED = ("deepseek_v4", "minimax_m3_vl_text", "mistral_large4_text", "step3p5")
 """Further families tested in the layout of their release, with experts in FP8 (DeepSeek V4's in 4 bits beside it)."""
 NVFP4_RELEASED = ("nemotron_h",)
 """Further families tested in NVFP4 as ModelOpt releases them."""
