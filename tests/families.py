@@ -158,6 +158,7 @@ _OWN: dict[str, dict[str, Any]] = {
         **{"mlp_layer_types": ["dense", "sparse", "sparse"], "share_expert_dim": 16, "num_sliding_attention_heads": 6},
         **{"swiglu_limits": [0.0, 0.0, 0.5], "swiglu_limits_shared": [0.0, 0.0, 0.75]},
     },
+    "unlimited_ocr_text": {"sliding_window": 3},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
@@ -217,7 +218,7 @@ def counted(spec: ModelSpec) -> Any:
     return made
 
 
-_WITHIN = ("qwen3_vl_moe", "glm4v_moe", "glm5_next", "mistral_large4", "qwen4_exp")
+_WITHIN = ("qwen3_vl_moe", "glm4v_moe", "glm5_next", "mistral_large4", "qwen4_exp", "unlimited_ocr")
 MULTIMODAL = {
     **{"gemma4": "gemma4_text", "llama4": "llama4_text", "qwen3_5_moe": "qwen3_5_moe_text", "mistral3": "mistral4"},
     "step3p7": "step3p5",
@@ -244,8 +245,11 @@ def build_multimodal(family: str, **changed: Any) -> torch.nn.Module:
         **dict.fromkeys(("hidden_size", "intermediate_size", "out_hidden_size"), 32),
         **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32),
         **{"num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2, "num_heads": 2},
-        **{"image_size": 28, "patch_size": 14},
+        **{"image_size": 28, "patch_size": 14, "global_attn_indexes": [0], "mlp_dim": 32},
+        **{"output_channels": 32, "downsample_channels": [32, 32]},
     }
+    if family == "unlimited_ocr":  # two encoders, one after the other
+        vision = {"sam_config": vision, "encoder_config": vision}
     text = config(MULTIMODAL.get(family, f"{family}_text"), **changed).to_dict()
     whole = AutoConfig.for_model(family, text_config=text, vision_config=vision)
     torch.manual_seed(0)

@@ -56,7 +56,7 @@ def measure_cache(model: Any, dtype: torch.dtype) -> CacheSize | None:
         few, many = (_parts(cache, first.get(i, i)) for cache in (short, long))
         window = getattr(many[0], "sliding_window", None) if many else None
         held = [] if window is None else [many[0].keys, many[0].values]
-        kept = sum(_bytes(tensor, dtype) // tensor.shape[-2] for tensor in held)
+        kept = sum(_bytes(tensor, dtype) // tensor.shape[-2] for tensor in held if tensor.numel())
         if window is not None and window * RESERVED <= _WINDOW_TOKENS:
             request_bytes += kept * window
         else:

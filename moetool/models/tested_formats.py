@@ -27,6 +27,7 @@ INFERRED_AND_RUN = (
 """Inferred families with tested logits."""
 WITHIN_AND_RUN = (
     *("glm4v_moe_text", "glm5_next_text", "mistral4", "mistral_large4_text", "qwen3_vl_moe_text", "step3p5"),
+    "unlimited_ocr_text",
 )
 """The same for families within multimodal models."""
 UNLISTED = tuple(sorted({*INFERRED, *INFERRED_AND_RUN, *WITHIN_OTHERS} - {*FAMILIES}))

@@ -120,6 +120,19 @@ def test_chosen_blocks_that_llama_cpp_does_not_fill_up_give_its_logits() -> None
     assert min(found[place] for place in range(40) if place not in whole) > 1e-3
 
 
+def test_a_window_over_the_answer_alone_is_that_of_transformers(tmp_path: Path) -> None:
+    """Of Unlimited-OCR: 3 tokens of its answer and all of its prompt; without the window answers differ."""
+    families.require_known("unlimited_ocr")
+    path = rewritten(GOLDEN / "deepseek2-ocr.gguf", tmp_path / "m.gguf", {"deepseek2-ocr.attention.sliding_window": 3})
+    dense = gguf_oracle.build("deepseek2-ocr")
+    whole = generated(dense, prompts(3), 12)
+    dense.config.text_config.layer_types = ["reference_sliding_attention"] * 2
+    dense.config.text_config.sliding_window = 3
+    greedy = generated(dense, prompts(3), 12)
+    assert greedy.tokens != whole.tokens
+    greedy.require_same(served(path, "lru", prompts(3), max_tokens=12))
+
+
 def test_every_architecture_with_experts_is_read_or_refused_by_name() -> None:
     """Those of the gguf package. The other format helps where transformers has the family."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -164,11 +177,9 @@ def test_what_headers_of_other_models_lack_is_as_in_llama_cpp() -> None:
 
 
 def test_what_a_family_cannot_have_is_refused() -> None:
-    """Layers at uneven distances, Unlimited-OCR's window, rotary frequencies by no scaling of llama3, no experts."""
+    """Layers at uneven distances, rotary frequencies by no scaling of llama3, no experts."""
     with refused(UsageError, "attention in layers [1, 2]", "equal distances"):
         READ["jamba"].config(_meta("jamba", {"blk.1.attn_norm.weight": "blk.1.attn_q.weight"}))
-    with refused(UsageError, 128, "tokens of its answer", "llama.cpp"):
-        _config("deepseek2-ocr", **{"attention.sliding_window": 128})
     for factors, fact in (
         ((2.0, 1.0, 2.0, 2.0), "expected llama3's scaling"),
         ((2.0, 1.0, 1.0, 1.0), "expected llama3's scaling"),

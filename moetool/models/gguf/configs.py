@@ -179,15 +179,12 @@ def deepseek(meta: Metadata) -> dict[str, Any]:
 
 
 def deepseek_ocr(meta: Metadata) -> dict[str, Any]:
-    if (window := meta.get("attention.sliding_window")) is not None:  # of Unlimited-OCR
-        raise UsageError(
-            f"attends to {window} tokens of its answer and to all of its prompt, which moetool cannot serve; run it "
-            "with llama.cpp"
-        )
+    window = meta.get("attention.sliding_window")  # of Unlimited-OCR, over its answer alone; llama.cpp ignores it
     return {
         **routed(meta),
         "mlp_layer_types": _sparse_layers(meta),
-        "layer_types": ["full_attention"] * meta.num_layers,
+        "layer_types": ["reference_sliding_attention" if window else "full_attention"] * meta.num_layers,
+        "sliding_window": window or 128,  # no layer uses the default
         "rope_parameters": {"rope_type": "default", "rope_theta": meta("rope.freq_base")},  # its dimension_count is 0
     }
 

@@ -50,6 +50,13 @@ def test_compressed_and_chunked_caches_are_bounded(tmp_path: Path) -> None:
         assert held <= size.of(100, 1) <= 2 * held
 
 
+def test_a_window_over_the_answer_alone_keeps_the_prompt(tmp_path: Path) -> None:
+    families.save_multimodal("unlimited_ocr", tmp_path)
+    size = Checkpoint.open(tmp_path).cache_size(torch.float32)
+    assert size == CacheSize(token_bytes=3 * 2 * 2 * 8 * 4)  # layers, keys and values, heads, width, bytes
+    assert _held(tmp_path, 40) == size.of(40, 1)
+
+
 def test_paged_families_are_counted_in_pages(tmp_path: Path) -> None:
     families.save("mixtral", tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
