@@ -117,20 +117,25 @@ def written(
 
 
 def rewritten(
-    path: Path, to: Path, values: Mapping[str, Any], tensors: Mapping[str, np.ndarray | None] | None = None
+    path: Path,
+    to: Path,
+    values: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray | None] | None = None,
+    kinds: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a copy of a GGUF file with other header values and tensors.
 
     Args:
         values: whole numbers or lists of strings by key; None removes one.
         tensors: tensors in float32 by name; None removes one.
+        kinds: block types of some of them.
     """
     reader, tensors = gguf.GGUFReader(path), tensors or {}
     writer = gguf.GGUFWriter(to, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         if not field.name.startswith(("GGUF.", "general.architecture")) and field.name not in values:
-            kinds = field.types
-            writer.add_key_value(field.name, field.contents(), kinds[0], kinds[1] if len(kinds) > 1 else None)
+            first, *more = field.types
+            writer.add_key_value(field.name, field.contents(), first, more[0] if more else None)
     for key, value in values.items():
         if isinstance(value, int):
             writer.add_uint32(key, value)
@@ -141,7 +146,7 @@ def rewritten(
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     for name, numbers in tensors.items():
         if numbers is not None:
-            writer.add_tensor(name, numbers)
+            _add(writer, name, torch.from_numpy(numbers), (kinds or {}).get(name, "F32"))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,5 +1,6 @@
 """Logits of a prompt and three more tokens from a pool of slots, compared with plain transformers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,15 @@ def served_logits(
         loaded.files.shards.close()
 
 
-def require_near(whole: torch.Tensor, twin: Path) -> None:
-    """Require errors against the dense model of at most twice those of transformers in bfloat16."""
+def require_near(whole: torch.Tensor, twin: Path, kinds: Sequence[str] = ("eager", "grouped_mm")) -> None:
+    """Require errors against the dense model of at most twice those of transformers in bfloat16.
+
+    Args:
+        kinds: transformers' implementations of experts that the family has.
+    """
     tokens = torch.tensor([[5, 77, 1210, 9, 400, 3, 871]]) % 64
     logits = {}
-    for kind, dtype in (("eager", torch.float32), ("eager", torch.bfloat16), ("grouped_mm", torch.bfloat16)):
+    for kind, dtype in (("eager", torch.float32), *((kind, torch.bfloat16) for kind in kinds)):
         theirs = load_full(Checkpoint.open(twin), dtype).model
         theirs.set_experts_implementation(kind)
         with torch.inference_mode():

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from moetool.models.loading import load_full
 from tests.served_logits import require_near, served_logits
 
 gguf = pytest.importorskip("gguf")
-from tests.gguf_models import random_blocks, written  # noqa: E402  # needs the package
+from tests.gguf_models import random_blocks, rewritten, written  # noqa: E402  # needs the package
 
 pytestmark = pytest.mark.skipif(find_kernel(BFLOAT16) is None, reason="numba compiles no kernel here")
 SIZE = {"width": 512, "moe_intermediate_size": 512, "vocab_size": 64}
@@ -34,6 +35,7 @@ FILES: dict[str, Mapping[str, str | tuple[str, ...]]] = {
 }
 """Types of experts by layer; gate and up may differ."""
 KEPT = ScaledWeight | StackedWeight
+GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
 
 
 def _weight(kind: RowKind, rows: int = 64, columns: int = 768) -> tuple[ScaledWeight, torch.Tensor]:
@@ -101,6 +103,31 @@ def test_experts_stay_in_their_blocks(name: str, tmp_path: Path) -> None:
             expected = dense.stacked(layer, torch.float32)
             for parameter, found in packed.stacked(layer, torch.float32).items():
                 assert torch.equal(found, expected[parameter].bfloat16().float())
+
+
+@pytest.mark.parametrize("gate", ["Q8_0", "Q4_0"])
+def test_flat_experts_stay_in_their_blocks(gate: str, tmp_path: Path) -> None:
+    """Of DBRX, whose matrices of all experts lie below each other, those of down transposed."""
+    draw, source = np.random.default_rng(2), GOLDEN / "dbrx.gguf"
+    tensors: dict[str, np.ndarray | None] = {}
+    for tensor in gguf.GGUFReader(source).tensors:
+        rows, width = tensor.name in ("token_embd.weight", "output.weight"), {16: 512, 32: 512, 64: 1024}
+        shape = [size if rows and size == 64 else width.get(size, size) for size in tensor.shape.tolist()[::-1]]
+        tensors[tensor.name] = draw.normal(1 if "norm" in tensor.name else 0, 0.05, shape).astype(np.float32)
+    values = {"dbrx.embedding_length": 512, "dbrx.feed_forward_length": 512}
+    experts = {name: gate if "gate" in name else "Q8_0" for name in tensors if "_exps" in name}
+    path = rewritten(source, tmp_path / "m.gguf", values, tensors, experts)
+    made = partial(served_logits, path, dtype=torch.bfloat16, products=True, vocabulary=64, kept=KEPT)
+    whole = made(8)
+    assert torch.equal(made(5), whole)
+    require_near(whole, path, ["eager"])
+    with Checkpoint.open(path) as checkpoint:
+        packed, dense = (checkpoint.expert_files(fastest=dtype) for dtype in (torch.bfloat16, torch.float32))
+        alone = Checkpoint.open(path, weights=False).slot_bytes(torch.bfloat16)
+        assert packed.slot_bytes == checkpoint.slot_bytes(torch.bfloat16) == alone == packed.stored_bytes
+        expected = dense.stacked(checkpoint.layers[0], torch.float32)
+        for parameter, found in packed.stacked(checkpoint.layers[0], torch.float32).items():
+            assert torch.equal(found, expected[parameter].bfloat16().float())
 
 
 @pytest.mark.parametrize("name", ["q4_k_m", "iq3_xxs", "iq2_xxs", "iq1_s"])

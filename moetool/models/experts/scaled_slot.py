@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -104,14 +105,14 @@ class ScaledSlot:
                 made = [unpack(*each, self.dtype) for each in zip(layout.codecs[part], blocks, shapes, strict=True)]
                 view.copy_((made[0] if len(made) == 1 else torch.cat(made)).view(view.shape))
                 continue
-            codec = layout.codecs[part][0]
-            if isinstance(codec, GgmlCodec):
+            if ggml := _ggml_of(layout, part):
                 if isinstance(view, StackedWeight):
                     all_rows = [each.values for each in view.parts]
                 else:
-                    all_rows = codec.rows_of(view.values)
-                for rows, (role, _) in zip(all_rows, codec.kinds, strict=True):
-                    rows.copy_(blocks[0][role].view(rows.shape))
+                    all_rows = ggml[0].rows_of(view.values)
+                tensors = [block[role] for codec, block in zip(ggml, blocks, strict=True) for role, _ in codec.kinds]
+                for rows, tensor in zip(all_rows, tensors, strict=True):
+                    rows.copy_(tensor.view(rows.shape))
                 continue
             assert isinstance(view, ScaledWeight)
             fields = layout.of_part(part, "values")
@@ -194,11 +195,18 @@ def takes_scaled(format: WeightFormat, rows: int, columns: int, declared: torch.
 
 def _scaling_of(layout: StoredLayout, part: int) -> tuple[_Segment, ...]:
     """Numbers and scales of a part for the kernels, by kind; empty if they do not multiply all of it."""
-    codecs, shapes = layout.codecs[part], layout.shapes[part]
-    if isinstance(codecs[0], GgmlCodec):
-        return _blocks_of(codecs[0], shapes[0]) if len(codecs) == 1 else ()
+    if ggml := _ggml_of(layout, part):
+        found = [_blocks_of(codec, shape) for codec, shape in zip(ggml, layout.shapes[part], strict=True)]
+        if len(found) > 1 and not all(len(segments) == 1 and not segments[0].transposed for segments in found):
+            return ()
+        return tuple(chain.from_iterable(found))
     segment = _scales_of(layout, part)
     return () if segment is None else (segment,)
+
+
+def _ggml_of(layout: StoredLayout, part: int) -> list[GgmlCodec]:
+    """Codecs of the blocks of a part in a GGUF file; empty for other formats."""
+    return [codec for codec in layout.codecs[part] if isinstance(codec, GgmlCodec)]
 
 
 def _scales_of(layout: StoredLayout, part: int) -> _Segment | None:

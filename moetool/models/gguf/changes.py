@@ -82,7 +82,7 @@ class FlatExperts:
         return (experts * columns, rows) if self.transposed else (experts * rows, columns)
 
     def __call__(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        matrices = _only(parts)  # of one expert or all
+        matrices = _only(parts)
         return (matrices.mT if self.transposed else matrices).flatten(0, -2)
 
 

@@ -18,6 +18,7 @@ from moetool.models.files.gguf_header import PLAIN, GgufHeader, GgufTensor, read
 from moetool.models.files.tensor_index import Tensor, TensorIndex
 from moetool.models.gguf.architectures import Architecture, find_architecture
 from moetool.models.gguf.blocks import GgmlCodec, Undo
+from moetool.models.gguf.changes import FlatExperts
 from moetool.models.gguf.configs import common_config
 from moetool.models.gguf.metadata import Metadata
 from moetool.models.weights.format import StoredWeight, as_dense
@@ -70,7 +71,8 @@ class GgufWeights(Quantization):
             (tensor,) = mine.values()
             return as_dense(name, tensor._replace(shape=part.shape))
         codec = GgmlCodec(kinds, part.undo, part.transposed, part.interleaved)
-        return StoredWeight(name=name, shape=part.shape, tensors=mine, codec=codec, format="gguf")
+        share = GgmlCodec(kinds, transposed=part.undo.transposed) if isinstance(part.undo, FlatExperts) else None
+        return StoredWeight(name=name, shape=part.shape, tensors=mine, codec=codec, format="gguf", share_codec=share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

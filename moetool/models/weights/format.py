@@ -99,6 +99,7 @@ class StoredWeight:
         name: name of the weight in an unquantized checkpoint.
         tensors: tensors by role.
         codec: makes the weight from them.
+        share_codec: makes a share from its part of them, if not `codec`.
     """
 
     name: str
@@ -106,6 +107,7 @@ class StoredWeight:
     tensors: Mapping[str, Tensor]
     codec: Codec
     format: str
+    share_codec: Codec | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -117,7 +119,8 @@ class StoredWeight:
         Raises:
             ValueError: a tensor cannot be split so.
         """
-        return replace(self, shape=shape, tensors={r: _cut(t, index, count) for r, t in self.tensors.items()})
+        cut = {role: _cut(tensor, index, count) for role, tensor in self.tensors.items()}
+        return replace(self, shape=shape, tensors=cut, codec=self.share_codec or self.codec)
 
 
 def _cut(tensor: Tensor, index: int, count: int) -> Tensor:
