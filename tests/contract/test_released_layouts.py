@@ -1,4 +1,4 @@
-"""Checkpoints in the names and formats of released models have the weights and logits of transformers' own loading.
+"""Checkpoints in the names and formats of released models have the weights, logits and answers of transformers' own.
 
 Plain transformers reads each with `dequantize`, so the expected weights are not moetool's. Those in NVFP4 it reads from
 a twin of the weights that compressed-tensors unpacks.
@@ -19,7 +19,7 @@ from moetool.models.loading import load_full
 from moetool.models.tested_formats import BY_EXPERT, NVFP4_RELEASED, RELEASED
 from tests import families, gguf_oracle, quantized
 from tests.contract.test_quantized import NVFP4
-from tests.greedy import forward_logits
+from tests.greedy import forward_logits, generated, prompts, served
 
 TOKENS = torch.tensor([[5, 9, 11, 3, 4, 20, 33, 7, 8, 6, 21, 40]])
 _BLOCK = 16
@@ -169,7 +169,7 @@ def test_the_table_of_formats_counts_these_families() -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_released_layout_is_read_as_transformers_dequantizes_it(name: str, tmp_path: Path) -> None:
+def test_a_released_layout_is_served_as_transformers_dequantizes_it(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
 
     layout = LAYOUTS[name]
@@ -193,6 +193,7 @@ def test_a_released_layout_is_read_as_transformers_dequantizes_it(name: str, tmp
         logits = theirs(TOKENS, use_cache=False).logits[0]
     rounding = 1e-5 * float(logits.abs().max())
     assert torch.allclose(forward_logits(path, TOKENS), logits, rtol=0, atol=rounding)
+    generated(theirs, prompts(3)).require_same(served(path, "lru", prompts(3)))
 
 
 def _scale_down(model: Any, path: Path) -> None:
