@@ -129,10 +129,11 @@ def _pairs(draw: st.DrawFn) -> Case:
 
 
 def _check_config(case: Case, folder: Path) -> None:
-    """transformers' own model of an accepted config runs, and no token sees a later one."""
+    """transformers' own model of an accepted config runs, no token sees a later one, and ours has its logits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    (folder / "config.json").write_text(json.dumps({**_config(case["family"]), **case["changed"]}))
+    raw = json.dumps({**_config(case["family"]), **case["changed"]})
+    (folder / "config.json").write_text(raw)
     spec = Checkpoint(folder, weights=False).spec
     config = AutoConfig.from_pretrained(folder)
     if not stands_alone(config):
@@ -151,6 +152,11 @@ def _check_config(case: Case, folder: Path) -> None:
         assert found == dict(zip(spec.layer_ids_L, spec.top_k_L, strict=True)), "other layers or top-k"
     if torch.isfinite(whole).all():
         assert (whole[:7] - part).abs().max() <= 1e-2 * whole.abs().max(), "a token sees a later one"
+        if found:  # else no expert is routed to
+            model.save_pretrained(folder)
+            (folder / "config.json").write_text(raw)
+            differ = (forward_logits(folder, tokens) - whole).abs().max()
+            assert differ <= 1e-3 * whole.abs().max(), f"logits differ by {float(differ):.3g}"
 
 
 def _routes_of(model: Any) -> dict[int, int]:

@@ -104,6 +104,7 @@ RELATIONS = (
         "1 to {1}",
         lambda config: not _declares(config, "zero_expert_num"),
     ),
+    Relation(("top_k",), lambda k: k == 2, "2, which its router always chooses", _family("phimoe")),
     # Groups of experts.
     Relation(
         ("topk_method",), lambda name: name in ("greedy", "group_limited_greedy"), "greedy or group_limited_greedy"

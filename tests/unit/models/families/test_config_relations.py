@@ -97,6 +97,7 @@ def test_groups_divide_the_experts_of_every_family_that_routes_by_them(family: s
         ("deepseek_v2", {**_BY_GROUP, "n_group": 3}, "n_routed_experts: found 8", "multiple of 3 (n_group)"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method: found 'noaux_tc'", "greedy"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok: found 9", "1 to 8 (num_local_experts)"),
+        ("phimoe", {"num_experts_per_tok": 1}, "num_experts_per_tok: found 1", "2, which its router always chooses"),
         ("longcat_flash", {"moe_topk": 11}, "moe_topk: found 11", "1 to 8 (n_routed_experts) plus 2 (zero_expert_num)"),
         (
             "dbrx",
