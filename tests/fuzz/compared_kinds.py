@@ -6,6 +6,7 @@ safetensors and GGUF, transformers' own configs and classes, its tokenizers and 
 
 import base64
 import functools
+import itertools
 import json
 import re
 import shutil
@@ -30,8 +31,10 @@ from moetool.models.loading import load_full
 from moetool.models.tested_formats import BY_EXPERT, INFERRED_AND_RUN
 from moetool.prompts.gather import Prompt, gather
 from moetool.serving.detokenize import Vocabulary
+from moetool.serving.messages_schema import MessagesRequest
 from moetool.serving.prompt_tokens import chat_text
 from moetool.serving.request_schema import ChatRequest
+from moetool.serving.responses_schema import ResponsesRequest
 from moetool.trace.foreign.importing import import_trace
 from moetool.trace.foreign.routes import whole_requests
 from moetool.trace.reader import Trace
@@ -562,7 +565,10 @@ def _histories(draw: st.DrawFn) -> Case:
 
 
 def _check_history(case: Case, folder: Path) -> None:
-    """Serve and capture have the same text; it shows everything once, and each result behind its call."""
+    """Serve and capture have the same text; it shows everything once, and each result behind its call.
+
+    So do the texts of the same history in the protocols of Anthropic's Messages and OpenAI's Responses.
+    """
     whole = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}" + _TEMPLATES[case["template"]] + "{% endfor %}"
         "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -571,20 +577,61 @@ def _check_history(case: Case, folder: Path) -> None:
     tokenizer = _tokenizer()
     tokenizer.chat_template = whole
     body = ChatRequest.model_validate({"model": "m", "messages": case["messages"]})
-    text = chat_text(SimpleNamespace(tokenizer=tokenizer, model_name="m"), body, body.messages)  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(tokenizer=tokenizer, model_name="m")
+    text = chat_text(engine, body, body.messages)
     line = json.dumps({"messages": case["messages"]})
     (folder / "p.jsonl").write_text(line + "\n")
     (prompt,) = gather([str(folder / "p.jsonl")]).prompts
     served = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert prompt.token_ids(tokenizer, 2**20) == served, "serve and capture have other tokens"
     marks = re.findall(r"[a-z_]+\d{3}z", re.sub(r'"(id|tool_call_id)": "[^"]*"', "", line))
-    wrong = [mark for mark in marks if text.count(mark) != 1]
+    others = [MessagesRequest.model_validate(_as_messages(case["messages"])).as_chat()]
+    others.append(ResponsesRequest.model_validate(_as_responses(case["messages"])).as_chat())
+    texts = [text, *(chat_text(engine, other, other.messages) for other in others)]
+    wrong = [mark for mark in marks if any(each.count(mark) != 1 for each in texts)]
     assert not wrong, f"not shown once: {wrong[:4]}"
     for message in case["messages"]:
         for call in message.get("tool_calls", ()):
             result = next(m for m in case["messages"] if m.get("tool_call_id") == call["id"])
             (shown,) = re.findall(r"result\d{3}z", json.dumps(result))
-            assert text.index(call["function"]["name"]) < text.index(shown), "a result before its call"
+            for each in texts:
+                assert each.index(call["function"]["name"]) < each.index(shown), "a result before its call"
+    roles = [message["role"] for message in case["messages"]]
+    if ("user", "user") not in itertools.pairwise(roles):  # which the other protocols join
+        assert texts == [text] * 3, "other texts of the same history"
+
+
+def _as_messages(messages: list[Case]) -> Case:
+    """A history in Anthropic's protocol."""
+    made: Case = {"model": "m", "max_tokens": 1, "messages": []}
+    for message in messages:
+        content, role = message.get("content"), message["role"]
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) and content else content or []
+        if role in ("system", "developer"):
+            made["system"] = blocks
+            continue
+        if role == "tool":
+            role, blocks = "user", [{"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": content}]
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            values = json.loads((function.get("arguments") or "").strip() or "null") or {}
+            blocks = [*blocks, {"type": "tool_use", "id": call["id"], "name": function["name"], "input": values}]
+        made["messages"].append({"role": role, "content": blocks})
+    return made
+
+
+def _as_responses(messages: list[Case]) -> Case:
+    """A history in the protocol of OpenAI's Responses."""
+    items: list[Case] = []
+    for message in messages:
+        content, role = message.get("content"), message["role"]
+        if role == "tool":
+            items.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": content})
+        elif content:
+            items.append({"type": "message", "role": role, "content": content})
+        calls = message.get("tool_calls", ())
+        items += [{"type": "function_call", "call_id": call["id"], **call["function"]} for call in calls]
+    return {"model": "m", "input": items}
 
 
 @functools.cache
