@@ -154,17 +154,36 @@ def rewritten(
     return to
 
 
+def spelled(path: Path, to: Path, model: Path, rule: str | None = "refact") -> Path:
+    """Write a copy of a GGUF file with the embedded model's tokenizer, as `add_tokenizer`."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(to, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture", "tokenizer.")):
+            first, *more = field.types
+            writer.add_key_value(field.name, field.contents(), first, more[0] if more else None)
+    add_tokenizer(writer, model, rule)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
 def add_tokenizer(writer: Any, model: Path, rule: str | None = "refact") -> None:
     """Write the embedded model's tokenizer, whose pre-tokenizer is `refact`; None writes no pre-tokenizer."""
     content = json.loads((model / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"]
+    added = content["added_tokens"]
+    vocabulary = content["model"]["vocab"] | {token["content"]: token["id"] for token in added}
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    control = {token["content"] for token in content["added_tokens"]}
+    kinds = {token["content"]: "CONTROL" if token["special"] else "USER_DEFINED" for token in added}
     writer.add_tokenizer_model("gpt2")
     if rule is not None:
         writer.add_tokenizer_pre(rule)
     writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL if token in control else gguf.TokenType.NORMAL for token in tokens])
+    writer.add_token_types([gguf.TokenType[kinds.get(token, "NORMAL")] for token in tokens])
     writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
     writer.add_eos_token_id(0)
     writer.add_chat_template((model / "chat_template.jinja").read_text())

@@ -10,7 +10,7 @@ from moetool.models.checkpoint import Checkpoint
 from tests import gguf_oracle
 
 gguf = pytest.importorskip("gguf")
-from tests.gguf_models import add_tokenizer  # noqa: E402  # needs the package
+from tests.gguf_models import spelled  # noqa: E402  # needs the package
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
 TEXTS = (
@@ -21,21 +21,7 @@ TEXTS = (
 
 def _spelled(name: str, folder: Path, reference: Path, rule: str | None = "refact") -> Path:
     """A golden file with the embedded model's vocabulary."""
-    reader = gguf.GGUFReader(GOLDEN / f"{name}.gguf")
-    writer = gguf.GGUFWriter(folder / f"{name}.gguf", reader.fields["general.architecture"].contents())
-    for field in reader.fields.values():
-        if not field.name.startswith(("GGUF.", "general.architecture", "tokenizer.")):
-            writer.add_key_value(
-                field.name, field.contents(), field.types[0], field.types[1] if len(field.types) > 1 else None
-            )
-    add_tokenizer(writer, reference, rule)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return folder / f"{name}.gguf"
+    return spelled(GOLDEN / f"{name}.gguf", folder / f"{name}.gguf", reference, rule)
 
 
 @pytest.mark.parametrize("name", gguf_oracle.MODELS)
