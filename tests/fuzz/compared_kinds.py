@@ -674,14 +674,15 @@ def _answers(draw: st.DrawFn) -> Case:
         "fault": draw(st.sampled_from(["none", *_FAULTS])),
         "seed": draw(st.integers(0, 2**16)),
         "by_list": draw(st.booleans()),
+        "openai": draw(st.booleans()),
     }
 
 
 def _faulty(case: Case, record: Case, rows_THK: np.ndarray) -> Any:
     """An answer with the fault of a case."""
     vllm = case["format"].startswith("vllm")
-    holder = record["choices"][0] if vllm else record["meta_info"]
-    usage = record["usage"] if vllm else record["meta_info"]
+    holder = record["choices"][0] if vllm else record.get("sglext") or record["meta_info"]
+    usage = record.get("usage") or record["meta_info"]
     rows = rows_THK.astype(np.uint8 if vllm else np.int32)
     match case["fault"]:
         case "error":
@@ -755,6 +756,9 @@ def _check_answers(case: Case, folder: Path) -> None:
         else:
             text = base64.b64encode(rows.astype(np.int32).tobytes()).decode()
             record = {"text": "…", "meta_info": {"id": f"r{number}", **counts, "routed_experts": text}}
+            if case.get("openai"):  # SGLang's other API
+                choices = [{"index": 0, "message": {"content": "…"}}]
+                record = {"id": f"r{number}", "choices": choices, "usage": counts, "sglext": {"routed_experts": text}}
         expected[f"r{number}"] = rows[:, 1:]
         if number == place:
             record = _faulty(case, record, rows)
