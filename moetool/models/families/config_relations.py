@@ -97,6 +97,7 @@ def _layers_of(value: Any) -> list[Any]:
 
 RELATIONS = (
     # Experts per token. Routers with identity experts may also choose those.
+    Relation(("experts", "zero_expert_num"), lambda e, zero: e >= 1, "1 or more"),
     Relation(("top_k", "experts", "zero_expert_num"), lambda k, e, zero: 1 <= k <= e + zero, "1 to {1} plus {2}"),
     Relation(
         ("top_k", "experts"),
@@ -168,6 +169,7 @@ RELATIONS = (
         "an even number",
         _family("axk1", "deepseek_v3", "longcat_flash"),
     ),
+    Relation(("head_dim",), lambda width: width % 2 == 0, "an even number", _family("gpt_oss")),
     Relation(("qk_nope_head_dim",), lambda width: width % 2 == 0, "an even number", _family("deepseek_v2")),
     # Layers.
     *(

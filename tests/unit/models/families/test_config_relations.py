@@ -98,6 +98,7 @@ def test_groups_divide_the_experts_of_every_family_that_routes_by_them(family: s
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method: found 'noaux_tc'", "greedy"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok: found 9", "1 to 8 (num_local_experts)"),
         ("phimoe", {"num_experts_per_tok": 1}, "num_experts_per_tok: found 1", "2, which its router always chooses"),
+        ("longcat_flash", {"n_routed_experts": 0}, "n_routed_experts: found 0", "1 or more"),
         ("longcat_flash", {"moe_topk": 11}, "moe_topk: found 11", "1 to 8 (n_routed_experts) plus 2 (zero_expert_num)"),
         (
             "dbrx",
@@ -123,6 +124,7 @@ def test_groups_divide_the_experts_of_every_family_that_routes_by_them(family: s
         ("nemotron_h", {"n_groups": 3}, "mamba_num_heads: found 4", "of 3 (n_groups)"),
         ("olmoe", {"hidden_size": 42}, "hidden_size: found 42", "of 4 (num_attention_heads)"),
         ("deepseek_v4", {"o_groups": 3}, "num_attention_heads: found 4", "3 (o_groups)"),
+        ("gpt_oss", {"head_dim": 3}, "head_dim: found 3", "even"),
         ("deepseek_v2", {"qk_nope_head_dim": 3}, "qk_nope_head_dim: found 3", "even"),
         ("inkling_text", {"unpadded_vocab_size": 0}, "unpadded_vocab_size: found 0", "1 to"),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim: found 7", "even"),
