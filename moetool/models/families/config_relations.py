@@ -154,6 +154,11 @@ RELATIONS = (
         _with_layers("hybrid_sliding"),
     ),
     Relation(("linear_num_value_heads", "linear_num_key_heads"), _divides, "a multiple of {1}"),
+    Relation(("kv_lora_rank",), lambda rank: rank >= 1, "1 or more", _has_latents),
+    *(
+        Relation((name,), lambda size: size >= 1, "1 or more")
+        for name in ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_value_heads")
+    ),
     Relation(("mamba_n_heads", "mamba_n_groups"), _divides, "a multiple of {1}"),
     Relation(("mamba_num_heads", "n_groups"), _divides, "a multiple of {1}"),
     # Widths of heads.
