@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 _DONTNEED = 4  # of <linux/mman.h>
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of <malloc.h>
 _LARGE, _LARGEST = 2 << 20, 32 << 20  # of blocks that the C library may keep: at least here, at most there
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (?:(r-[x-]p) \S+ \S+ [1-9]\d*\s+/.*\.so[.\d]*$)?").match
 """A line of /proc/self/smaps that begins a mapping; the third group is there for a library's code and constants."""
@@ -28,12 +28,13 @@ def release_pages(memory: torch.Tensor) -> None:
 
 
 def return_freed_memory(kept_bytes: int = 0) -> None:
-    """Have the C library return freed memory beyond `kept_bytes`, from now on.
+    """Have the C library return freed memory, all but about `kept_bytes` where the heap ends, from now on.
 
-    By default it keeps freed activations without a bound, which a limit on resident memory does not allow. Where it
-    keeps none, each forward touches new pages: a fifth of the processor time of a prompt. Blocks above 32 MB are never
-    kept. For the same reason oneDNN caches 128 compiled products instead of 1,024, of 1.4 to 2.1 MB each. This has no
-    effect if oneDNN has computed a product already, or if the environment sets another number.
+    By default each thread's heap keeps freed activations of up to 32 MB, which a limit on resident memory does not
+    allow. Where nothing is kept, each forward touches new pages: a fifth of the processor time of a prompt. So threads
+    that start later share one heap, with freed blocks of up to 32 MB below the blocks in use; it grows to the peak of
+    all activations at once. For the same reason oneDNN caches 128 compiled products instead of 1,024, of 1.4 to 2.1 MB
+    each. This has no effect if oneDNN has computed a product already, or if the environment sets another number.
 
     Args:
         kept_bytes: memory set aside for the activations of a forward.
@@ -42,6 +43,7 @@ def return_freed_memory(kept_bytes: int = 0) -> None:
     library = _library()
     if library is not None and hasattr(library, "mallopt"):
         kept = max(_LARGE, kept_bytes)
+        library.mallopt(_ARENA_MAX, 1)
         library.mallopt(_MMAP_THRESHOLD, min(kept, _LARGEST))
         library.mallopt(_TRIM_THRESHOLD, min(kept, 2**31 - 1))
 
