@@ -23,7 +23,9 @@ from moetool.caching.host_split import tokens_of
 MODES = ("host", "both")
 """The host computes all misses; or some, while the others are loaded."""
 _PREFETCH = 2  # `moetool.caching.residency.StepKind`
-_FEW, _FEW_WITH_READS = 10, 8  # misses of an event of which every split may be tried; of more, one is a small part
+_FEW, _FEW_WITH_READS = 10, 8
+"""Misses of an event of which every split is tried: in Python that takes up to 2 and 5 ms. Of more misses, moving one
+expert gains little."""
 _MOST_QUEUED = 2
 """Transfers in the link's queue with which an expert that the host computed is still admitted (guide of benchmarks)."""
 
@@ -132,7 +134,7 @@ class EventWork:
     on_disk_N: Sequence[bool] = ()
 
     def loaded(self) -> list[int]:
-        """Return the misses to load so that the event ends first, the others on the host; a tie: more loads.
+        """Return the misses to load so that the event ends first, the others on the host.
 
         A load takes equally long for every miss, so loads take those with most tokens from the host, unless the device
         then ends last. Experts on disk go to the side that finishes them first.
@@ -161,8 +163,9 @@ class EventWork:
                 end = self.ends(loaded)[0]
                 if end <= least:
                     best, least = loaded, end
-        few = _FEW_WITH_READS if on_disk else _FEW * device_ends
-        return self._best(best, least) if len(self.host_N) <= few else best
+        if len(self.host_N) <= (_FEW_WITH_READS if on_disk else _FEW if device_ends else 0):
+            return self._best(best, least)
+        return best
 
     def _for_device(self, here: Sequence[int], count: int) -> Iterator[tuple[list[int], float]]:
         """Yield loads of `count` misses, some with most tokens and some with fewest, so that no side ends much later

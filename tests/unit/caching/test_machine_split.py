@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,9 +90,11 @@ def every_split(work: EventWork) -> list[tuple[int, ...]]:
     return list(chain.from_iterable(combinations(places, count) for count in range(len(places) + 1)))
 
 
+@pytest.mark.parametrize("kinds", [{}, {"disk": True}, {"most": 10, "device_grows": True}], ids=str)
 @settings(max_examples=150, deadline=None)
-@given(works() | works(disk=True) | works(most=10, device_grows=True))
-def test_no_other_split_of_an_event_ends_sooner(work: EventWork) -> None:
+@given(st.data())
+def test_no_other_split_of_an_event_ends_sooner(kinds: dict[str, Any], data: st.DataObject) -> None:
+    work = data.draw(works(**kinds))
     best = min(simulated_end(work, loaded) for loaded in every_split(work))
     assert simulated_end(work, work.loaded()) <= best * (1 + 1e-6)
 
