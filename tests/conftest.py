@@ -18,7 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 torch.set_num_threads(1)  # sums are compared bit by bit; more threads may add in another order
 
 

@@ -21,7 +21,6 @@ from moetool.base.types import ForwardInfo, Phase
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
 from moetool.cluster.cluster_options import ClusterOptions
-from moetool.cluster.edge.held_experts import LocalExperts
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
 from moetool.cluster.edge.placed_experts import PlacedExperts
@@ -595,9 +594,5 @@ def test_what_cannot_be_is_refused(thirds: Nodes) -> None:
             nodes[0].experts.handle(Frame(head=asked, parts=parts))
     with refused(MismatchError, "belongs", "model"):
         nodes[0].experts.set_holders(ExpertLocations(version=10**6, servers_LE=((),), peers=()))
-    node = nodes[0]
-    parts = node.experts.residency, node.engine.store
-    with refused(CapacityError, "server 0", "256", "255"):
-        LocalExperts(0, node.experts.spec, *parts, ALL, 255)  # type: ignore[arg-type]
     with pytest.raises(LinkError):
         nodes[0].peers.call(2, {}, (), timeout_s=0.0).result(5)
