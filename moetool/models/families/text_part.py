@@ -1,6 +1,7 @@
 """Build a checkpoint's language model, which may be part of a multimodal model."""
 
 import copy
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def build_empty(whole: Any, file: Path, dtype: torch.dtype) -> Any:
         file: config.json or the GGUF file that the config comes from, for errors.
 
     Raises:
-        UsageError: transformers has no language model for this config, or the config lacks a value.
+        UsageError: transformers has no language model for this config, or computes it wrongly, or the config lacks a
+            value.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -59,9 +61,21 @@ def build_empty(whole: Any, file: Path, dtype: torch.dtype) -> Any:
             f"transformers cannot build a {text.model_type} model from {file}: "
             f"{shortened(first_line(error), 200)}; {remedy}"
         ) from error
+    if text.model_type == "granitemoehybrid":
+        _require_norm_by_group(model, file)
     if not alone:
         _cut_out_other_parts(model)
     return model
+
+
+def _require_norm_by_group(model: Any, file: Path) -> None:
+    """Raises: UsageError: transformers normalizes all groups of a state-space layer together."""
+    for module in model.modules():
+        if getattr(module, "n_groups", 1) > 1 and not hasattr(module.norm, "group_size"):
+            raise UsageError(
+                f"{file}: mamba_n_groups: found {module.n_groups}, and transformers {version('transformers')} would "
+                "compute wrong logits, since it normalizes all groups together; use transformers 5.23 or newer"
+            )
 
 
 def _cut_out_other_parts(model: Any) -> None:
