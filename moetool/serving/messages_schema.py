@@ -122,6 +122,7 @@ class MessagesPrompt(RequestBody):
     tool_choice: MessagesToolChoice = MessagesToolChoice(type="auto")
     output_config: OutputConfig | None = None
 
+    chat_template_kwargs: Annotated[Any, Only({})] = None
     mcp_servers: Annotated[Any, Only([])] = None
     container: Annotated[Any, Only()] = None
 

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 from moetool.base.validation import outside_vocabulary
@@ -18,6 +19,8 @@ from moetool.serving.tool_use import offered, template_of
 
 DEFAULT_MAX_TOKENS = 16
 """Default max_tokens of a completion, as OpenAI's."""
+_NOT_VARIABLES = frozenset({"self", "messages", "conversations"})
+"""Names that functions below `apply_chat_template` take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +130,15 @@ def chat_text(
     """Return messages rendered by the chat template; with `answer`, up to the answer's start.
 
     Raises:
-        Refusal: as `template_of`; or the template refuses the messages.
+        Refusal: as `template_of`; or a name is not one of a template's variables, or the template refuses the messages.
     """
     template = template_of(engine, body)
+    taken = _NOT_VARIABLES.union(signature(engine.tokenizer.apply_chat_template).parameters) - {"documents"}
+    if wrong := sorted(taken & body.chat_template_kwargs.keys()):
+        raise Refusal(
+            f"chat_template_kwargs: {', '.join(wrong)}: not a variable of the chat template; leave it out",
+            param="chat_template_kwargs",
+        )
     try:
         text: str = engine.tokenizer.apply_chat_template(
             fit_template(map(for_template, messages), template),

@@ -28,11 +28,17 @@ MAX_BIASES = 1024
 MAX_CHOICES = 128
 """Limit of choices in one request, over all its prompts."""
 
-_FORMATS = (
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),  # vLLM
-    *("json_schema", "regex", "ebnf", "grammar"),  # SGLang, llama.cpp
-)
-"""Other servers' fields for the format of an answer."""
+_FORMATS = {
+    **dict.fromkeys(("guided_json", "json_schema"), "give the schema as response_format"),
+    **dict.fromkeys(
+        (
+            *("structured_outputs", "guided_regex", "guided_choice", "guided_grammar"),  # vLLM
+            *("regex", "ebnf", "structural_tag", "grammar"),  # SGLang, llama.cpp
+        ),
+        "this server's only formats are json_schema and json_object, as response_format",
+    ),
+}
+"""Other servers' fields for the format of an answer, with the remedy."""
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 _TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -126,9 +132,9 @@ class GenerationRequest(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _format_by_its_name(cls, data: Any) -> Any:
-        for name in _FORMATS if isinstance(data, dict) else ():
-            if data.get(name) not in (None, ""):
-                raise ValueError(f"{name}: give a JSON schema as response_format; other formats are not supported")
+        for name, remedy in _FORMATS.items() if isinstance(data, dict) else ():
+            if data.get(name):
+                raise ValueError(f"{name}: not supported; {remedy}")
         return data
 
     @field_validator("stream_options")
@@ -230,6 +236,10 @@ class ConversationRequest(RequestBody):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
     chat_template_kwargs: JsonObject = Field(default={}, description="Variables of the chat template, as in vLLM")
 
+    chat_template: Annotated[Any, Only()] = None
+    continue_final_message: Annotated[Any, Only(False)] = None
+    documents: Annotated[Any, Only([])] = None
+
     @model_validator(mode="after")
     def _chooses_a_tool(self) -> Self:
         chosen = self.tool_choice
@@ -275,6 +285,7 @@ class ChatRequest(GenerationRequest, ConversationRequest):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     parallel_tool_calls: bool = True
 
+    add_generation_prompt: Annotated[Any, Only(True)] = None
     functions: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only("none", "auto")] = None
     modalities: Annotated[Any, Only(["text"])] = None

@@ -159,6 +159,7 @@ class ResponsesRequest(RequestBody):
     stream: bool = False
     metadata: JsonObject = Field(default={}, description="Returned with the answer")
 
+    chat_template_kwargs: Annotated[Any, Only({})] = None
     store: Annotated[Any, Only(False)] = None
     previous_response_id: Annotated[Any, Only()] = None
     conversation: Annotated[Any, Only()] = None

@@ -269,6 +269,11 @@ def test_scoring_a_prompt(client: openai.OpenAI) -> None:
         ("use_beam_search", {"use_beam_search": True}),
         ("guided_json", {"guided_json": {"type": "object"}}),
         ("structured_outputs", {"structured_outputs": {"choice": ["yes", "no"]}}),
+        ("structural_tag", {"structural_tag": "{}"}),
+        ("chat_template", {"chat_template": "{{ messages }}"}),
+        ("add_generation_prompt", {"add_generation_prompt": False}),
+        ("continue_final_message", {"continue_final_message": True}),
+        ("documents", {"documents": [{"text": "a"}]}),
         ("temperature", {"temperature": 2.5}),
         ("temperature", {"temperature": float("nan")}),
         ("top_p", {"top_p": -1e-9}),
@@ -332,10 +337,23 @@ def test_too_long_for_the_context(client: openai.OpenAI) -> None:
 
 
 def test_a_format_by_another_servers_name_is_refused(url: str) -> None:
-    _, body = post(url, "/v1/completions", {"model": "reference", "prompt": "a", "guided_regex": "[a-z]+"})
-    assert body["error"]["message"].startswith("guided_regex: give a JSON schema as response_format")
-    status, _ = post(url, "/v1/completions", {"model": "reference", "prompt": "a", "guided_regex": None, "grammar": ""})
-    assert status == 200
+    asked = {"model": "reference", "prompt": "a"}
+    _, body = post(url, "/v1/completions", asked | {"guided_regex": "[a-z]+"})
+    assert body["error"]["message"].startswith(
+        "guided_regex: not supported; this server's only formats are json_schema"
+    )
+    _, body = post(url, "/v1/completions", asked | {"guided_json": {"type": "object"}})
+    assert body["error"]["message"] == "guided_json: not supported; give the schema as response_format"
+    nothing = {"guided_regex": None, "ebnf": "", "guided_json": [], "json_schema": {}, "grammar": False}
+    assert post(url, "/v1/completions", asked | nothing)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses"])
+def test_template_variables_are_refused_where_the_protocol_has_none(url: str, path: str) -> None:
+    body = {"model": "reference", "messages": HELLO, "input": "hello", "max_tokens": 4}
+    status, answer = post(url, path, body | {"chat_template_kwargs": {"enable_thinking": True}})
+    assert status == 400 and answer["error"]["message"].startswith("chat_template_kwargs: not supported")
+    assert post(url, path, body | {"chat_template_kwargs": {}})[0] == 200
 
 
 def test_a_chat_template_gets_its_variables(client: openai.OpenAI, engine: ScriptedEngine, monkeypatch: Any) -> None:
@@ -350,8 +368,19 @@ def test_a_chat_template_gets_its_variables(client: openai.OpenAI, engine: Scrip
     lengths = [len(engine.tokenizer.encode(text)) for text in ("thinking", "plain")]
     assert [prompt_tokens(enable_thinking=True), prompt_tokens(enable_thinking=False)] == lengths
     assert lengths[0] != lengths[1]
-    with pytest.raises(openai.BadRequestError, match="multiple values for keyword argument 'tools'"):
-        prompt_tokens(tools="none")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tools", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "messages", "self"],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_an_argument_is_no_variable_of_a_chat_template(url: str, path: str, name: str) -> None:
+    body = {"model": "reference", "messages": HELLO}
+    status, answer = post(url, path, body | {"chat_template_kwargs": {"documents": [], name: True}})
+    assert status == 400 and answer["error"]["param"] == "chat_template_kwargs"
+    assert answer["error"]["message"].startswith(f"chat_template_kwargs: {name}: not a variable")
+    assert post(url, path, body | {"chat_template_kwargs": {"documents": []}})[0] == 200
 
 
 def test_what_the_engine_refuses(client: openai.OpenAI, engine: ScriptedEngine, monkeypatch: Any) -> None:
