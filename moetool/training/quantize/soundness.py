@@ -38,8 +38,11 @@ def require_finite(hidden: Iterable[torch.Tensor], where: str) -> None:
     bad = sum(int((~state.isfinite()).any(dim=-1).sum()) for state in states)
     if bad:
         tokens = sum(state.shape[-2] for state in states)
-        remedy = "--set dtype=float32" if states[0].dtype == torch.float16 else "other --data"  # bfloat16 is as wide
+        if states[0].dtype == torch.float16:
+            advice = "this data type is too narrow for them; try --set dtype=float32"
+        else:  # bfloat16 is as wide as float32
+            advice = "the text gives activations that overflow; try other --data"
         raise MoetoolError(
             f"{bad:,} of {tokens:,} tokens have activations that are NaN or infinite {where}, expected none: the "
-            f"weights are finite, but this data type is too narrow for them; try {remedy}"
+            f"weights are finite, but {advice}"
         )
