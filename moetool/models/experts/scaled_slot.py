@@ -205,8 +205,10 @@ def _scaling_of(layout: StoredLayout, part: int) -> tuple[_Segment, ...]:
 
 
 def _ggml_of(layout: StoredLayout, part: int) -> list[GgmlCodec]:
-    """Codecs of the blocks of a part in a GGUF file; empty for other formats."""
-    return [codec for codec in layout.codecs[part] if isinstance(codec, GgmlCodec)]
+    """Codecs of the blocks of a part in a GGUF file; empty if one has another format."""
+    codecs = layout.codecs[part]
+    ggml = [codec for codec in codecs if isinstance(codec, GgmlCodec)]
+    return ggml if len(ggml) == len(codecs) else []
 
 
 def _scales_of(layout: StoredLayout, part: int) -> _Segment | None:

@@ -1,5 +1,7 @@
 """Slots that hold experts as stored: which scales they take, and that they stand for the weights of the format."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from moetool.models.experts.expert_files import slot_forms
 from moetool.models.experts.expert_form import ExpertForm, Part
 from moetool.models.experts.scaled_slot import ScaledSlot, stays_scaled
 from moetool.models.experts.stored_expert import DenseSlot, layout_of
+from moetool.models.gguf.blocks import GgmlCodec
 from moetool.models.weights.format import StoredWeight, unpack
 from moetool.models.weights.scaled import Scaled
 from tests.unit.models.weights.test_format import scheme_config, stored
@@ -73,6 +76,13 @@ def test_scales_of_every_type(dtype: torch.dtype) -> None:
     kept = DenseSlot if dtype == torch.float16 else ScaledSlot
     assert _same_as_unpacked(shape, _expert(shape, (512, 1), dtype=dtype)) is kept
     assert _same_as_unpacked(shape, _expert(shape, (4, 4), dtype=dtype, form="block")) is ScaledSlot
+
+
+def test_a_part_of_ggml_and_dense_blocks_is_unpacked() -> None:
+    values, _ = _expert((512, 512), (1, 1), "tensor")
+    ggml = replace(values, tensors={"values": values.tensors["values"]}, codec=GgmlCodec((("values", 8),)))
+    (form,) = slot_forms([layout_of([[ggml, values]])], ((1024, 512),), torch.bfloat16)
+    assert isinstance(form, DenseSlot)
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "channel"])
