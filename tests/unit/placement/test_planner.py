@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -161,6 +162,14 @@ def test_moetuner_finds_the_least_deviation_and_the_least_largest_transfer(seed:
     assert largest(placed_GE) == pytest.approx(
         min(map(largest, (each for each in orders if (each.sum(axis=1) <= room_C).all())))
     )
+
+
+def test_moetuner_deals_out_experts_where_the_search_finds_no_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS promises none within a number of nodes."""
+    monkeypatch.setattr("scipy.optimize.milp", lambda *args, **options: SimpleNamespace(x=None))
+    tokens_E, room_C = np.array([9.0, 0.0, 5.0, 4.0, 0.0, 3.0]), np.array([3, 1, 4, 0])
+    chosen_CE = moetuner.clusters(tokens_E, room_C, moetuner.Options())
+    assert [np.flatnonzero(chosen_E).tolist() for chosen_E in chosen_CE] == [[0], [2], [1, 3, 4, 5], []]
 
 
 def test_no_planner_of_the_default_comparison_solves_integer_programmes(monkeypatch: pytest.MonkeyPatch) -> None:
