@@ -16,6 +16,7 @@ _INF_16 = 0x7C00  # float16 infinity as an integer: positive finite numbers are 
 _MINUS_INF_16 = 0xFC00
 _MINUS_ZERO_16 = 0x8000
 _NUMBERS = {name: column for name, column in COLUMNS.items() if name in ("weights", *SIGNALS)}
+_LOGITS = ("logits", "ahead", "resident", "logits32")
 
 
 class RowChecks:
@@ -27,7 +28,8 @@ class RowChecks:
         tokens_R: number of rows of each.
 
     Checks: known requests; forwards in order; phases, iterations and positions that never go back within a request;
-    experts of the model; finite weights of 0 or more; finite signals (a logit may be -inf: that expert is masked).
+    experts of the model; finite weights of 0 or more; finite signals. A logit may be -inf, which masks its expert, but
+    no router masks every expert.
     """
 
     def __init__(self, path: Path, spec: ModelSpec, requests_R: np.ndarray, tokens_R: np.ndarray) -> None:
@@ -136,20 +138,39 @@ class RowChecks:
             wrong = np.isnan(values) | (values == np.inf)
             if wrong.any():
                 raise self._no_number(rows, name, values, wrong, "a finite number")
+            self._check_masks(rows, name, values == -np.inf)
             return
         bits = values.view(np.uint16)
+        highest = int(bits.max())
         if name == "weights":
-            if int(bits.max()) < _INF_16:
+            if highest < _INF_16:
                 return
             wrong = (bits >= _INF_16) & (bits != _MINUS_ZERO_16)
             expected = "a finite number of 0 or more"
         else:
-            if int(values.view(np.int16).max()) < _INF_16 and int(bits.max()) <= _MINUS_INF_16:
+            bound = _MINUS_INF_16 + (name in _LOGITS)
+            if int(values.view(np.int16).max()) < _INF_16 and highest < bound:
+                if highest == _MINUS_INF_16:
+                    self._check_masks(rows, name, bits == _MINUS_INF_16)
                 return
-            wrong = ((bits >= _INF_16) & (bits < _MINUS_ZERO_16)) | (bits > _MINUS_INF_16)
+            wrong = ((bits >= _INF_16) & (bits < _MINUS_ZERO_16)) | (bits >= bound)
             expected = "a finite number"
         if wrong.any():
             raise self._no_number(rows, name, values, wrong, expected)
+
+    def _check_masks(self, rows: TokenBatch, name: str, masked: np.ndarray) -> None:
+        """Check that no router's logits are -inf throughout: its scores would be NaN."""
+        if name in ("ahead", "resident"):
+            starts = np.arange(0, masked.shape[1], self._spec.num_experts)
+        else:
+            starts = np.cumsum((0, *self._spec.num_experts_L[:-1]))
+        all_T = np.logical_and.reduceat(masked, starts, axis=1).any(axis=1)
+        if all_T.any():
+            at = int(all_T.argmax())
+            raise MismatchError(
+                f"{self._path}: the column {name} masks every expert of a layer for request {rows.request_T[at]} at "
+                f"position {rows.position_T[at]}, expected a finite logit; capture again"
+            )
 
     def _no_number(
         self, rows: TokenBatch, name: str, values: np.ndarray, wrong: np.ndarray, expected: str

@@ -62,6 +62,13 @@ def setting(name: str, index: Any, value: Any) -> Callable[[TokenBatch], None]:
         ("resident_TW", (0, 0), np.nan, "the column resident holds nan"),
         ("logits32_TF", (0, 3), np.nan, "the column logits32 holds nan"),
         ("norms_TS", (0, 0), np.inf, "the column norms holds inf"),
+        ("hidden_TH", (0, 0), -np.inf, "the column hidden holds -inf"),
+        ("scores_TF", (0, 0), -np.inf, "the column scores holds -inf"),
+        ("norms_TS", (0, 0), -np.inf, "the column norms holds -inf"),
+        ("logits_TF", (0, slice(16, 22)), -np.inf, "logits masks every expert of a layer for request 0 at position 3"),
+        ("logits32_TF", (0, slice(8)), -np.inf, "logits32 masks every expert"),
+        ("ahead_TR", (0, slice(8, 16)), -np.inf, "ahead masks every expert"),
+        ("resident_TW", (0, slice(8)), -np.inf, "resident masks every expert"),
         ("position_T", 0, 0, "positions of request 0 go from 2 to 0, expected them to rise"),
         ("iteration_T", slice(None), -1, r"iterations of request \d go from 0 to -1"),
         ("token_id_T", 0, -2, "the token id of request 0 .* is -2, expected -1 or more"),
@@ -78,7 +85,8 @@ def test_rows_that_cannot_be_are_refused(tmp_path: Path, name: str, index: Any, 
 
 def test_masked_logits_and_negative_zeros_are_read(tmp_path: Path) -> None:
     def change(rows: TokenBatch) -> None:
-        rows.logits_TF[0, 3] = -np.inf
+        for logits in (rows.logits_TF, rows.logits32_TF, rows.ahead_TR, rows.resident_TW):
+            logits[0, 1:8] = logits[0, 8:15] = -np.inf  # all but one expert of two layers
         rows.weights_TS[0, 0] = -0.0
 
     assert sum(map(len, corrupted(tmp_path / "t", change).batches(EVERY))) == 10

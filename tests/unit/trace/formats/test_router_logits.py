@@ -83,10 +83,10 @@ def test_top_k_must_be_known(tmp_path: Path) -> None:
         import_trace([tmp_path / "f.npy"], None, tmp_path / "t")
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e6])
-def test_values_that_no_trace_can_hold_are_refused(tmp_path: Path, wrong: float) -> None:
+@pytest.mark.parametrize(("at", "wrong"), [(2, np.nan), (2, np.inf), (2, 1e6), (slice(None), -np.inf)])
+def test_values_that_no_trace_can_hold_are_refused(tmp_path: Path, at: Any, wrong: float) -> None:
     values = LOGITS.copy()
-    values[3, 1, 2] = wrong
+    values[3, 1, at] = wrong
     np.save(tmp_path / "f.npy", values)
     with refused(MoetoolError, "f.npy") as refusal:
         import_trace([tmp_path / "f.npy"], None, tmp_path / "t", settings={"top_k": 2})
