@@ -51,12 +51,7 @@ def pooled(spec: ModelSpec, cluster: Cluster, slots: Mapping[int, int]) -> Clust
 
 
 def observe(
-    statistics: Statistics,
-    cluster: Cluster,
-    held: Mapping[int, Set[Place]],
-    slots: Mapping[int, int],
-    horizon_s: float,
-    share: float,
+    statistics: Statistics, cluster: Cluster, held: Mapping[int, Set[Place]], slots: Mapping[int, int], horizon_s: float
 ) -> tuple[Observed, InForce, ReplacementCosts] | None:
     """Inputs of a decision; None if too little was observed.
 
@@ -64,7 +59,6 @@ def observe(
         cluster: the plan's.
         held: experts of each running server; together they hold every expert.
         slots: expert slots of each running server.
-        share: share of time in which migration may use links.
     """
     servers = tuple(sorted(slots))
     tokens_NLE, folds = statistics.tokens_of(servers), statistics.folds(servers)
@@ -74,19 +68,13 @@ def observe(
     machines = pooled(spec, statistics.measured(cluster), slots)
     placed_NLE = as_array(spec, [held[n] for n in servers])
     horizon_tokens = statistics.tokens_s * horizon_s
-
-    def control_s(moves: Sequence[Move]) -> float:
-        """Return the seconds of rounds besides transfer that do not pass in the pause after it."""
-        pauses_s = (seconds * (1 / share - 1) for seconds in round_transfers(by_server(moves, servers), held, slots))
-        return sum(max(0.0, statistics.round_s - pause_s) for pause_s in pauses_s)
-
     return (
         Observed(tokens_GLE=tokens_NLE, held_out=tuple(folds), horizon_tokens=horizon_tokens, source="past"),
         InForce(spec=spec, cluster=machines, placed_GLE=placed_NLE),
         ReplacementCosts(
             latency=statistics.latency(machines, servers),
             call_s=statistics.call_s,
-            control_s=control_s,
+            control_s=lambda moves: statistics.round_s * len(round_transfers(by_server(moves, servers), held, slots)),
         ),
     )
 
@@ -183,19 +171,38 @@ def trial_copies(
     return copies
 
 
-def round_transfers(steps: Sequence[Move], held: Mapping[int, Set[Place]], slots: Mapping[int, int]) -> list[float]:
-    """Seconds of transfer of each round that moves take (`next_round`)."""
-    now, transfers_s = {n: set(places) for n, places in held.items()}, []
+def round_transfers(
+    steps: Sequence[Move], held: Mapping[int, Set[Place]], slots: Mapping[int, int]
+) -> list[Mapping[int, float]]:
+    """Seconds of transfer to each server in each round that moves take (`next_round`)."""
+    now, transfers_s = {n: set(places) for n, places in held.items()}, list[Mapping[int, float]]()
     while steps:
         drops, copies, done, _ = next_round(steps, now, slots)
         for step in drops:
             if any(step.place in places for n, places in now.items() if n != step.gpu):  # else the head refuses it
                 now[step.gpu].discard(step.place)
+        round_s = dict.fromkeys(now, 0.0)
         for step in copies:
             now[step.gpu].add(step.place)
+            round_s[step.gpu] += step.seconds
         steps = steps[done:]
-        transfers_s.append(sum(step.seconds for step in copies))
+        transfers_s.append(round_s)
     return transfers_s
+
+
+def migration_s(transfers_s: Sequence[Mapping[int, float]], round_s: float, share: float) -> float:
+    """Expected seconds of a migration, with pauses between its rounds.
+
+    Servers transfer at once, and a round begins when the one before has taken its share of time.
+
+    Args:
+        transfers_s: result of `round_transfers`.
+        round_s: seconds of a round besides transfer.
+        share: share of time in which migration may use links.
+    """
+    rounds_s = [round_s + max(one_s.values()) for one_s in transfers_s]
+    paced_s = [max(took_s, sum(one_s.values()) / share) for took_s, one_s in zip(rounds_s, transfers_s, strict=True)]
+    return sum(paced_s[:-1]) + sum(rounds_s[-1:])
 
 
 def by_server(moves: Sequence[Move], servers: Sequence[int]) -> list[Move]:

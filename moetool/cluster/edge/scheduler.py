@@ -19,7 +19,17 @@ from moetool.caching.event_counts import expert_map
 from moetool.cluster.edge.history import ReportHistory
 from moetool.cluster.edge.load_statistics import Statistics
 from moetool.cluster.edge.protocol import ArrivedExpert, MigrationRoundResult, WorkerInfo, WorkerStats
-from moetool.cluster.edge.replacement import by_server, next_round, observe, places_of, pooled, steps_to, trial_copies
+from moetool.cluster.edge.replacement import (
+    by_server,
+    migration_s,
+    next_round,
+    observe,
+    places_of,
+    pooled,
+    round_transfers,
+    steps_to,
+    trial_copies,
+)
 from moetool.cluster.edge.scheduler_state import SchedulerState, reading
 from moetool.cluster.worker_link import WorkerDied
 from moetool.placement import planner
@@ -92,6 +102,23 @@ class Servers(Protocol):
     def time_copies(self, copies: Sequence[tuple[int, Place, int]]) -> Sequence[tuple[int, ArrivedExpert]]: ...
 
 
+@dataclass(slots=True, kw_only=True)
+class _Moved:
+    """Measurements of the current migration.
+
+    Attributes:
+        transfer_s: seconds of its transfers, summed over servers.
+        beside_s: seconds of its rounds besides the longest server's transfers.
+        expected_s: expected `transfer_s`.
+    """
+
+    copies: int = 0
+    rounds: int = 0
+    transfer_s: float = 0.0
+    beside_s: float = 0.0
+    expected_s: float = 0.0
+
+
 class Scheduler:
     """Observes a cluster and re-places its experts.
 
@@ -140,8 +167,7 @@ class Scheduler:
         self._target: dict[int, frozenset[Place]] | None = None
         self._moving: ReplacementRecord | None = None
         self._loaded_NLE = np.zeros((num_servers, spec.num_layers, spec.num_experts), np.int64)
-        self._moved = np.zeros(4)  # in this migration: copies, rounds, seconds of transfer, seconds of rounds besides
-        self._transfer_s = 0.0  # its expected seconds of transfer
+        self._moved = _Moved()
         self._timed = False  # whether its decision knew the rate of every link
         self._now_s: float | None = None
         self._resume = False
@@ -302,8 +328,8 @@ class Scheduler:
             servers_there = sorted(slots)
             self._steps = by_server(decision.moves, servers_there)
             self._target = {n: frozenset(places_of(decision.placed_GLE[i])) for i, n in enumerate(servers_there)}
-            self._moving, self._next_move_s, self._moved = record, now_s, np.zeros(4)
-            self._transfer_s = sum(move.seconds for move in decision.moves)
+            self._moving, self._next_move_s, self._moved = record, now_s, _Moved()
+            self._moved.expected_s = sum(move.seconds for move in decision.moves)
             both = "unknown"
             if record.step_before_s is not None and record.step_after_s is not None:
                 both = f"{record.step_before_s:,.1f} s before, {record.step_after_s:,.1f} s after"
@@ -317,7 +343,7 @@ class Scheduler:
         self, record: ReplacementRecord, held: dict[int, frozenset[Place]], slots: dict[int, int]
     ) -> Decision | None:
         """Decide from the observations, and record it; None if no decision was possible."""
-        seen = observe(self.statistics, self.cluster, held, slots, self._horizon_s, self.options.share)
+        seen = observe(self.statistics, self.cluster, held, slots, self._horizon_s)
         if seen is None:
             record.outcome = "too few observations"
             _LOG.debug("no decision: too few observations")
@@ -342,8 +368,8 @@ class Scheduler:
             record.outcome = f"no room: {error}"
             return None
         record.take(decision)
-        pauses_s = (1 / self.options.share - 1) * sum(move.seconds for move in decision.moves)
-        record.foreseen_s = record.moves_s + pauses_s
+        transfers_s = round_transfers(by_server(decision.moves, sorted(slots)), held, slots)
+        record.foreseen_s = migration_s(transfers_s, self.statistics.round_s, self.options.share)
         _LOG.info(
             "%.4g s of %s saved against %.4g s (%s): %d copies; %s",
             *(decision.gain_s, decision.gain_of, decision.cost_s, self.options.planner, decision.copies),
@@ -374,8 +400,11 @@ class Scheduler:
             self.statistics.moved(server, moved)
             self._loaded_NLE[(server, *place)] += 1
             busy_N[server] += moved.seconds
-        busy_s = float(busy_N.sum())
-        self._moved += (len(made.arrived), 1, busy_s, max(0.0, time.monotonic() - began - float(busy_N.max())))
+        busy_s, took_s = float(busy_N.sum()), time.monotonic() - began
+        self._moved.copies += len(made.arrived)
+        self._moved.rounds += 1
+        self._moved.transfer_s += busy_s
+        self._moved.beside_s += max(0.0, took_s - float(busy_N.max()))
         for _, place, error in made.failed:
             if isinstance(error, WorkerDied):
                 self._end(now_s, f"cancelled: {first_line(error)}")
@@ -385,19 +414,20 @@ class Scheduler:
         _LOG.debug("%d experts moved in %.3g s; %d steps left", len(made.arrived), busy_s, len(self._steps))
         self._next_move_s = now_s + busy_s / self.options.share
         if not self._steps:
-            over_s = now_s + max(busy_s, time.monotonic() - began)
             self._migrated()
             left_out = f"; {self._moving.skipped} moves skipped" if self._moving.skipped else ""
-            self._end(over_s, f"done{left_out}")
+            self._end(now_s + took_s, f"done{left_out}")
 
     def _migrated(self) -> None:
         """Measure a migration's seconds besides transfer, and those of transfer by their estimate."""
         assert self._moving is not None
-        copies, rounds, busy_s, beside_s = self._moved
-        if copies and copies == self._moving.copies:  # otherwise an earlier scheduler began it, or it was aborted
-            self.statistics.migrated(int(rounds), beside_s)
-            if self._timed and busy_s > 0 and self._transfer_s > 0:
-                self.statistics.overran(busy_s / self._transfer_s)
+        moved = self._moved
+        if (
+            moved.copies and moved.copies == self._moving.copies
+        ):  # else an earlier scheduler began it, or it ended early
+            self.statistics.migrated(moved.rounds, moved.beside_s)
+            if self._timed and moved.transfer_s > 0 and moved.expected_s > 0:
+                self.statistics.overran(moved.transfer_s / moved.expected_s)
 
     def _nearest(self, server: int, place: Place, held: dict[int, frozenset[Place]]) -> int:
         """The holder with the plan's fastest link to a server; -1 if there is none."""

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -169,12 +170,16 @@ def expected_local(held: dict[int, set[Place]], odds_NLE: np.ndarray) -> float:
 
 
 def _take_per_round(world: World, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each round of moves, empty ones too, take so long by the world's clock, which the scheduler then reads."""
+    """Have each round of moves, empty ones too, take so long besides transfer by the clock that the scheduler reads."""
     move = world.table.move
 
     def late(drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MigrationRoundResult:
-        world.now_s += seconds  # until all have heard of it
-        return move(drops, copies)
+        made = move(drops, copies)
+        transfers_s = Counter[int]()
+        for (server, _), moved in made.arrived.items():
+            transfers_s[server] += moved.seconds
+        world.now_s += seconds + max(transfers_s.values(), default=0.0)  # servers transfer at once
+        return made
 
     monkeypatch.setattr(world.table, "move", late)
     clock = SimpleNamespace(monotonic=lambda: world.now_s, time=lambda: world.now_s)
@@ -183,7 +188,7 @@ def _take_per_round(world: World, seconds: float, monkeypatch: pytest.MonkeyPatc
 
 def test_eq4_has_both_sides_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     odds_NLE = odds(SPEC, 3)
-    dear = World(odds_NLE, planned(odds_NLE, "uniform"), replace(OPTIONS, share=1.0))  # no pauses in which time passes
+    dear = World(odds_NLE, planned(odds_NLE, "uniform"))
     _take_per_round(dear, 0.1, monkeypatch)
     for worker in dear.workers.values():
         worker.call_s = 1e-7
@@ -226,10 +231,9 @@ def test_a_round_passes_within_its_share_of_time(monkeypatch: pytest.MonkeyPatch
         world.step()
     _take_per_round(world, 0.2, monkeypatch)
     world.scheduler.on_tick(world.table)
-    copies = sum(len(worker.adopted) for worker in world.workers.values())
-    assert copies > 4 and world.scheduler.tick_s == pytest.approx(copies * 0.05 / 0.5 - 0.2)
-    decided = world.scheduler.history.decisions[-1]
-    assert decided.foreseen_s == pytest.approx(decided.copies * 0.05 / 0.5)
+    copies = [len(worker.adopted) for worker in world.workers.values()]
+    took_s = max(copies) * 0.05 + 0.2
+    assert sum(copies) > 4 and world.scheduler.tick_s == pytest.approx(sum(copies) * 0.05 / 0.5 - took_s)
 
 
 def test_a_migration_takes_what_was_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,11 +253,30 @@ def test_a_migration_takes_what_was_foreseen(monkeypatch: pytest.MonkeyPatch) ->
         assert seconds / 1.5 < one.foreseen_s < 1.5 * seconds
 
 
+def test_a_migration_of_one_round_has_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    odds_NLE = odds(SPEC, 3)
+    held = planned(odds_NLE)
+    for n, places in held.items():  # a copy of each server gets lost
+        others = set[Place]().union(*(held[m] for m in held if m != n))
+        places.remove(max(places & others, key=odds_NLE[n].item))
+    options = replace(OPTIONS, decide="always", share=0.1)  # a pause of nine times the transfer
+    world = World(odds_NLE, held, options)
+    _take_per_round(world, 0.2, monkeypatch)
+    world.pass_s(61, tokens=6000)
+    while world.scheduler.migrating:
+        world.step()
+    (made,) = world.scheduler.history.decisions
+    copies = [len(worker.adopted) for worker in world.workers.values()]
+    assert made.outcome == "done" and made.done_s is not None and sum(copies) > max(copies) > 0
+    assert made.done_s - made.at_s - made.plan_s == pytest.approx(max(copies) * 0.05 + 0.2, rel=0.01)
+    assert made.foreseen_s == pytest.approx(max(copies) * 0.05 + 0.2)
+    assert made.cost_s == pytest.approx(sum(copies) * 0.05 + 0.2)
+
+
 def test_migrations_that_overrun_their_trials_are_priced_by_what_they_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    still = SimpleNamespace(monotonic=lambda: 0.0)  # planning takes no time of a busy machine
-    monkeypatch.setattr("moetool.cluster.edge.scheduler.time", still)
     odds_NLE = odds(SPEC, 3)
     world = World(odds_NLE, planned(odds_NLE, "uniform"))
+    _take_per_round(world, 0.0, monkeypatch)
     for worker in world.workers.values():
         worker.trial_share = 0.4  # alone a copy is faster than beside calls
     for shift in range(6):
@@ -505,4 +528,5 @@ def test_the_last_holders_drop_frees_no_room_for_later_rounds() -> None:
 
     held, slots = {0: {(0, 0)}, 1: set(), 2: {(0, 1), (0, 2)}}, {0: 1, 1: 2, 2: 2}
     steps = [step("drop", 0, 0), step("copy", 1, 1), step("copy", 1, 0), step("copy", 2, 1)]
-    assert round_transfers(steps, held, slots) == [0.6, 0.6]  # the head refuses the drop, so server 0 has no room
+    # The head refuses the drop, so server 0 has no room.
+    assert round_transfers(steps, held, slots) == [{0: 0.0, 1: 0.6, 2: 0.0}] * 2
