@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from enum import IntEnum
 from functools import partial
+from operator import index
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -235,7 +236,9 @@ class Residency:
             self.compiled.begin_forward(info)
             return []
         steps: list[Step] = []
-        self._load_ahead(StepKind.PREFETCH, deque(self._own(self.policy.begin_forward(info))), set(), set(), steps)
+        self._load_ahead(
+            StepKind.PREFETCH, deque(self._own(_ask(self.policy.begin_forward, info))), set(), set(), steps
+        )
         return self._emit(info.forward_id, -1, steps)
 
     def route(self, event: GateEvent) -> Sequence[Sequence[int]] | None:
@@ -279,7 +282,7 @@ class Residency:
 
         steps: list[Step] = []
         if policy.computes_on_host and misses:
-            hosted = set(policy.on_host(event, list(misses)))
+            hosted = set(_ask(policy.on_host, event, list(misses)))
             if not hosted <= set(misses):
                 raise WrongAnswer(
                     f"on_host answered {shortened(repr(sorted(hosted)))}, expected some of the misses "
@@ -290,7 +293,7 @@ class Residency:
             misses = [key for key in misses if key not in hosted]
             counts.hosted += len(hosted)
         to_compute = deque(hits)
-        answered = self._own(policy.gate(event, hits, list(misses)))
+        answered = self._own(_ask(policy.gate, event, hits, list(misses)))
         admissible: list[int] = []
         split = None if self.split is None or not self.split.active else self.split
         if split is not None:
@@ -341,13 +344,17 @@ class Residency:
             steps.append(_step((_COMPUTE, key, slot_of[key], -1)))
             locked.discard(key)
             if prefetches is None:
-                prefetches = deque(self._own(policy.after_first_expert(complete(event, steps) if complete else event)))
+                prefetches = deque(
+                    self._own(_ask(policy.after_first_expert, complete(event, steps) if complete else event))
+                )
             if prefetches and not to_load and not (extra_loads and to_compute):
                 self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
         if prefetches is None:  # every expert is on the host or on another device
-            prefetches = deque(self._own(policy.after_first_expert(complete(event, steps) if complete else event)))
+            prefetches = deque(
+                self._own(_ask(policy.after_first_expert, complete(event, steps) if complete else event))
+            )
             self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
-        for key in policy.after_last_expert(event):
+        for key in _ask(policy.after_last_expert, event):
             self._give_up(key, ())
         if split is not None:
             split.note(steps)
@@ -596,3 +603,13 @@ class Residency:
             for step in steps:
                 self.sink(forward, layer, step)
         return steps
+
+
+def _ask(hook: Callable[..., Collection[int]], *arguments: Any) -> list[int]:
+    """Return the experts that a policy's hook answers. Raises: WrongAnswer: they are no integers."""
+    answer = hook(*arguments)
+    try:
+        return list(map(index, answer))
+    except TypeError:
+        message = f"{hook.__name__} answered {shortened(repr(answer))}, expected the keys of experts, integers"
+        raise WrongAnswer(message, hook) from None

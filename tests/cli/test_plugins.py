@@ -131,6 +131,15 @@ WRONG = (
         return {}
 """
 )
+WRONG_KEYS = (
+    MINE.format(name="Policy")
+    + """
+    computes_on_host = True
+
+    def {}(self, event, *misses):
+        return {}
+"""
+)
 MISSPELT = """
 from dataclasses import dataclass
 from moetool import plugins
@@ -156,6 +165,14 @@ class Policy(plugins.Policy):
         ("def f(:\n", ("SyntaxError", "wrong.py:1")),
         (WRONG.format("10**9"), ("evict answered 1000000000, expected a resident", "wrong.py:13 in evict")),
         (WRONG.format("[0]"), ("evict answered [0], expected a resident", "wrong.py:13 in evict")),
+        (
+            WRONG_KEYS.format("on_host", "[[0]]"),
+            ("on_host answered [[0]], expected the keys", "wrong.py:15 in on_host"),
+        ),
+        (WRONG_KEYS.format("on_host", "None"), ("on_host answered None, expected the keys", "wrong.py:15 in on_host")),
+        (WRONG_KEYS.format("gate", "None"), ("gate answered None, expected the keys", "wrong.py:15 in gate")),
+        (WRONG_KEYS.format("gate", "[0, 'a']"), ("gate answered [0, 'a'], expected the keys", "wrong.py:15 in gate")),
+        (WRONG_KEYS.format("gate", "[]"), ("gate answered [], expected all of the misses", "wrong.py:15 in gate")),
         (MISSPELT, ("no method evict", "wrong.py")),
     ],
 )

@@ -422,9 +422,7 @@ class Scheduler:
         """Measure a migration's seconds besides transfer, and those of transfer by their estimate."""
         assert self._moving is not None
         moved = self._moved
-        if (
-            moved.copies and moved.copies == self._moving.copies
-        ):  # else an earlier scheduler began it, or it ended early
+        if moved.copies and moved.copies == self._moving.copies:  # else it was aborted, or another scheduler began it
             self.statistics.migrated(moved.rounds, moved.beside_s)
             if self._timed and moved.transfer_s > 0 and moved.expected_s > 0:
                 self.statistics.overran(moved.transfer_s / moved.expected_s)

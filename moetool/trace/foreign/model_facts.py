@@ -74,15 +74,21 @@ class ModelFacts(GivenFacts):
             )
         return layers
 
-    def said(self, path: object, what: str) -> int:
+    def said(self, path: object, what: str, *others: str) -> int:
         """Return a given fact that the file lacks (`what`: an attribute's name).
 
+        Args:
+            others: attributes' names of facts that the file lacks, too.
+
         Raises:
-            UsageError: it is not given.
+            UsageError: one of them is not given.
         """
-        if (value := self.known(what)) is not None:
-            return value
-        raise UsageError(f"{path} lacks {what} of its model; add --set model=PATH or --set {what}=NUMBER")
+        if missing := [name for name in (what, *others) if self.known(name) is None]:
+            settings = " ".join(f"--set {name}=NUMBER" for name in missing)
+            raise UsageError(f"{path} lacks {' and '.join(missing)} of its model; add --set model=PATH or {settings}")
+        value = self.known(what)
+        assert value is not None
+        return value
 
     def known(self, what: str) -> int | None:
         """Return a fact if it is given (`what`: an attribute's name)."""

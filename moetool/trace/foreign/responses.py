@@ -77,7 +77,7 @@ def raw_int32(where: str, raw: bytes, facts: ModelFacts) -> np.ndarray:
         MismatchError: their number does not fit the model.
         UsageError: the layers or top-k are not given.
     """
-    num_hidden, top_k = facts.said(where, "num_hidden_layers"), facts.said(where, "top_k")
+    num_hidden, top_k = facts.said(where, "num_hidden_layers", "top_k"), facts.said(where, "top_k")
     if not raw or len(raw) % (4 * num_hidden * top_k):
         raise MismatchError(
             f"{where} has {len(raw):,} bytes of routed experts, expected a multiple of {4 * num_hidden * top_k:,}: "

@@ -52,7 +52,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
         raise MismatchError(f"{', '.join(map(str, paths))} have {sorted(shapes)} (layers, experts), expected one model")
     num_experts = shapes.pop()[1] if shapes else None
     if num_experts is None:
-        num_experts = facts.said(paths[0], "num_experts")
+        num_experts = facts.said(paths[0], "num_experts", "top_k")
     rows = np.concatenate([triples for _, triples in found])
     limit = facts.num_hidden_layers
     if limit is not None and (rows[:, 0] >= limit).any():

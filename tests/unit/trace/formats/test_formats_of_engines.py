@@ -210,6 +210,8 @@ def test_what_is_not_said_of_the_model_is_asked_for(tmp_path: Path) -> None:
     for missing in ("top_k", "num_hidden_layers"):
         said = {name: value for name, value in HEADLESS.items() if name != missing}
         refused(f"lacks {missing} .*--set model=PATH or --set {missing}=", file, "sglang_routed_experts", said)
+    both = "lacks num_hidden_layers and top_k .* --set num_hidden_layers=NUMBER --set top_k=NUMBER"
+    refused(both, file, "sglang_routed_experts", {"first_k_dense": 1})
     refused("layer 0 is all zero", file, "sglang_routed_experts", {**HEADLESS, "first_k_dense": 0})
     refused("both name", file, "sglang_routed_experts", {**HEADLESS, "moe_layers": "1..3"})
     refused("expected layers such as 1..26", file, "sglang_routed_experts", {"moe_layers": "many"})

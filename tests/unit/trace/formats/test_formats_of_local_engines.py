@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 
-from moetool.base.errors import MoetoolError
+from moetool.base.errors import MoetoolError, UsageError
 from moetool.trace.expert_counts import ExpertCounts
 from moetool.trace.foreign.exporting import export_trace
 from moetool.trace.foreign.importing import Imported, import_trace
@@ -173,7 +173,10 @@ def test_coli_usage_counts_by_expert(tmp_path: Path) -> None:
     assert counts.spec.layer_ids_L == LAYER_IDS and (counts.counts_WLE[0] == counted()).all()
     assert any("written by olmoe" in note for note in made.notes)
     # without header lines, as of before them
-    bring(write(file, usage_lines()[2:]), top_k=TOP_K)
+    write(file, usage_lines()[2:])
+    with pytest.raises(UsageError, match="lacks num_experts and top_k .* --set num_experts=NUMBER --set top_k=NUMBER"):
+        import_trace([file], "coli_usage", tmp_path / "refused")
+    bring(file, top_k=TOP_K)
     assert (ExpertCounts(tmp_path / "t").counts_WLE[0] == counted()).all()
     # inkling's dense layout, and back out
     dense = np.zeros((6, EXPERTS), "<u4")
