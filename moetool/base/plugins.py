@@ -223,7 +223,10 @@ def _warn_of_misspelt(called: str, own: type) -> None:
     defined = {name for name, value in vars(own).items() if isfunction(value) and not name.startswith("_")}
     for name in sorted(defined - contract):
         if near := difflib.get_close_matches(name, contract - defined, n=1, cutoff=0.75):
-            narrate(f"moetool: {called}: its method {name} is no hook; did you mean {near[0]}?")
+            narrate(
+                f"moetool: {called}: its method {name} is no hook; did you mean {near[0]}? If not, start a "
+                "helper's name with an underscore"
+            )
 
 
 def _own_path() -> list[str]:

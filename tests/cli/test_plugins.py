@@ -196,7 +196,21 @@ def test_a_misspelt_hook_is_said(
     (lab / "wrong.py").write_text(MISSPELT)
     assert exit_code(monkeypatch, "replay", "--trace", trace, "--policy", "lru,./wrong.py", "--budget", "25%") == 1
     said = [line for line in capsys.readouterr().err.splitlines() if "is no hook" in line]
-    assert said == ["moetool: policy ./wrong.py: its method evct is no hook; did you mean evict?"]
+    assert said == [
+        "moetool: policy ./wrong.py: its method evct is no hook; did you mean evict? If not, start a helper's name "
+        "with an underscore"
+    ]
+
+
+def test_a_helper_with_an_underscore_is_no_misspelt_hook(
+    lab: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for helper, lines in (("gates", 1), ("_gates", 0)):
+        file = lab / f"my{helper}.py"
+        file.write_text(f"{MINE.format(name='Policy')}\n    def {helper}(self):\n        pass\n")
+        replay = ("replay", "--trace", trace, "--policy", f"./{file.name}", "--budget", "25%")
+        assert exit_code(monkeypatch, *replay) == 0
+        assert capsys.readouterr().err.count("is no hook") == lines
 
 
 def test_an_error_of_a_plugin_in_a_forward_names_its_place(
