@@ -174,7 +174,7 @@ def test_coli_usage_counts_by_expert(tmp_path: Path) -> None:
     assert any("written by olmoe" in note for note in made.notes)
     # without header lines, as of before them
     write(file, usage_lines()[2:])
-    with pytest.raises(UsageError, match="lacks num_experts and top_k .* --set num_experts=NUMBER --set top_k=NUMBER"):
+    with pytest.raises(UsageError, match=r"lacks num_experts and top_k .* --set num_experts=NUMBER --set top_k=NUMBER"):
         import_trace([file], "coli_usage", tmp_path / "refused")
     bring(file, top_k=TOP_K)
     assert (ExpertCounts(tmp_path / "t").counts_WLE[0] == counted()).all()
