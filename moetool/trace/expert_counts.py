@@ -206,7 +206,7 @@ def open_workload(path: Path) -> "Trace | ExpertCounts":
 
 def _manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise UsageError(f"no counts at {path}; import them first")
+        raise UsageError(f"no counts at {path}; make them with: moetool trace import FILE --out {path}")
     try:
         return read_json(path / MANIFEST, advice="import or capture again")
     except OSError as error:

@@ -113,6 +113,13 @@ def _case(family: str, size: int, folder: Path) -> Case:
     return made
 
 
+def _in_bfloat16(case: Case) -> Case:
+    """The same capture with --dtype bfloat16."""
+    options, facts = replace(case.plan.options, dtype="bfloat16"), {**case.plan.facts, "dtype": "bfloat16"}
+    loaded = load_full(case.plan.checkpoint, torch.bfloat16)
+    return Case(loaded, replace(case.plan, options=options, facts=facts), {})
+
+
 class Tape:
     """Takes what forwarding gives a BatchWriter, and gives it again: as deterministic as the model, and faster."""
 
@@ -349,12 +356,14 @@ def test_a_router_that_gives_no_number_is_refused(case: Case, tmp_path: Path, mo
     try:
         with pytest.raises(MoetoolError) as caught:
             case.run(out)
+        _in_bfloat16(case).run(tmp_path / "u" / "t")
     finally:
         hook.remove()
+    shutil.rmtree(tmp_path / "u")
     said = str(caught.value)
     assert f"the router of layer {layer.layer_id} gave logits that are NaN" in said
     assert f"of prompt p{number + len(case.plan.batches[1]) - 1} of d" in said
-    assert "are kept in" in said
+    assert "are kept in" in said and "try another --dtype" in said
     case.run(out)
     case.require_whole(out)
 

@@ -54,6 +54,14 @@ def test_passes_are_held_out_as_requests_are(paths: tuple[Path, Path]) -> None:
     assert plan.traces[0].requests == len(counts.counts_WLE) // 2
 
 
+@pytest.mark.follows("moetool.trace.expert_counts _manifest")
+def test_counts_that_are_missing_are_imported(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    with refused(UsageError, "no counts", f"moetool trace import FILE --out {tmp_path / 'c'}"):
+        ExpertCounts(tmp_path / "c")
+    import_trace([paths[1].parent / "stat.pt"], None, tmp_path / "c", settings={"model": str(paths[0])})
+    assert (ExpertCounts(tmp_path / "c").counts_WLE == ExpertCounts(paths[1]).counts_WLE).all()
+
+
 def test_counts_know_what_they_are(paths: tuple[Path, Path]) -> None:
     trace, path = paths
     counts = open_workload(path)

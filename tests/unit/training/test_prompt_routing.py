@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from moetool.base import durable
 from moetool.base.errors import MismatchError, UsageError
 from moetool.base.types import GateEvent
+from moetool.capture.run import CaptureOptions, capture
+from moetool.prompts import gather
 from moetool.trace.events import to_events
 from moetool.trace.reader import Trace
 from moetool.trace.writer import TraceWriter
@@ -200,6 +202,11 @@ def test_withheld_ids_are_refused(name: str, tmp_path: Path) -> None:
     with refused(MismatchError, "withholds", "token", "ids"):
         read(Trace(tmp_path / "trace"), predictor.needs, [0], tmp_path)
     assert read(Trace(tmp_path / "trace"), {"experts"}, [0], tmp_path).token_id_T is None
+    options = CaptureOptions(max_new_tokens=1)
+    capture("reference", list(gather.load(["arithmetic"], max_prompts=1)), tmp_path / "captured", options)
+    token_id_T = read(Trace(tmp_path / "captured"), predictor.needs, [0], tmp_path).token_id_T
+    assert token_id_T is not None
+    predictor.workload(token_id_T.tolist())
 
 
 @pytest.mark.parametrize(

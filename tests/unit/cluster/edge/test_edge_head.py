@@ -1,6 +1,8 @@
 """The head of a cluster: who is told what, and what it does when servers die; the servers are made up here."""
 
+import json
 import random
+import shutil
 import threading
 import time
 from collections import Counter
@@ -570,12 +572,16 @@ def test_settings_of_each_server(reference: Path) -> None:
 
 
 @pytest.mark.follows("moetool.cluster.edge.worker _require_revision")
-def test_a_server_has_the_model_of_the_plan(reference: Path) -> None:
-    ours = replace(_settings(reference)[0], content={"config.json": "0" * 64})
+def test_a_server_has_the_model_of_the_plan(reference: Path, tmp_path: Path) -> None:
+    there = shutil.copytree(reference, tmp_path / "m")
+    config = json.loads((there / "config.json").read_text())
+    (there / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+    settings = replace(_settings(reference)[0], model=str(there), content={"config.json": "0" * 64})
     with refused(MismatchError, "copy the plan's model there", "moetool plan placement"):
-        Worker(replace(ours, revision="0" * 64))
+        Worker(settings)
+    shutil.copytree(reference, there, dirs_exist_ok=True)
     with refused(MismatchError, "another config.json than the head"):  # the next check
-        Worker(ours)
+        Worker(settings)
 
 
 def _other_plan(spec: Any) -> PlacementPlan:
