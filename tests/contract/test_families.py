@@ -243,7 +243,7 @@ def test_later_turns_of_a_chat_get_the_tokens_of_generate(case: Case) -> None:
     batcher.close()
 
 
-@pytest.mark.parametrize("name", ["afmoe", "cohere2_moe", "exaone_moe", "laguna", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["afmoe", "cohere2_moe", "exaone_moe", "laguna", "mixtral", "phimoe", "qwen2_moe"])
 @pytest.mark.parametrize("fixed_shapes", [False, True])
 def test_windows_in_the_paged_cache_share_pages(name: str, fixed_shapes: bool, tmp_path: Path) -> None:
     """Prompts longer than a window of 16 reuse pages, and get the tokens of generate."""

@@ -99,8 +99,10 @@ def paged_attention(
     Raises:
         RuntimeError: there is no `kv_batch`: sequences would attend to each other.
     """
-    if sliding_window is _ABSENT:  # qwen2_moe applies it by its mask only
-        sliding_window = getattr(module, "sliding_window", None) or None
+    if sliding_window is _ABSENT:  # qwen2_moe and phimoe apply it by their masks only
+        config = getattr(module, "config", None)
+        place = config if getattr(config, "model_type", "") == "phimoe" else module
+        sliding_window = getattr(place, "sliding_window", None) or None
     if recorder is not None:
         expansion = Expansion.of(module) if is_unexpanded(module) else None
         values = {"scaling": scaling, "window": sliding_window, "sinks": s_aux, "expansion": expansion}
