@@ -8,7 +8,9 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 
 from moetool.base import durable
 from moetool.base.errors import CapacityError, MoetoolError, UsageError
+from moetool.base.types import ModelSpec
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.transformers_internals import weight_loading
 
@@ -56,6 +59,13 @@ def cut_config(shape: str, layers: int | None) -> dict[str, Any]:
     raw["dtype"] = "bfloat16"
     raw.pop("torch_dtype", None)
     return raw
+
+
+def cut_spec(shape: str, layers: int | None) -> ModelSpec:
+    """The experts of `random_checkpoint` for the same arguments, without its weights. Raises: as `cut_config`."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(cut_config(shape, layers)), encoding="utf-8")
+        return replace(Checkpoint(Path(folder), weights=False).spec, name=shape)
 
 
 def random_checkpoint(shape: str, layers: int | None, work: Path, *, seed: int = 0) -> Path:

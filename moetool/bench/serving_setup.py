@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,15 @@ import torch
 from moetool.base.config import Span, require_within
 from moetool.base.errors import UsageError
 from moetool.base.types import ModelSpec
-from moetool.bench.forced_routes import CutPredictor, ForcedRoutes, bench_spec, choose, write_part
-from moetool.bench.random_checkpoint import random_checkpoint
+from moetool.bench.forced_routes import (
+    CutPredictor,
+    ForcedRoutes,
+    ReplayedRequest,
+    bench_spec,
+    choose,
+    write_part,
+)
+from moetool.bench.random_checkpoint import cut_spec, random_checkpoint
 from moetool.bench.serving_runs import Workload
 from moetool.caching.layer_slots import SHARES, equal_slots, require_pool_form
 from moetool.caching.policy import Policy
@@ -152,6 +159,9 @@ def open_setup(
     if trace is not None and predictor is not None:
         trace.spec.require_same(predictor.spec, "the routes", "the predictor")
         require_routes("the predictor", predictor.needs)
+    if trace is not None and subject.shape is not None:
+        bench_spec(cut_spec(subject.shape, subject.layers), trace)  # refused before gigabytes are written
+    requests = _requests(trace, options, predictor) if trace is not None else []
     name = subject.shape or str(subject.model)
     if subject.shape is not None:
         path = random_checkpoint(subject.shape, subject.layers, subject.work, seed=options.seed)
@@ -166,7 +176,7 @@ def open_setup(
     stack.callback(loaded.close)
     use_threads(checkpoint.config, options.threads)
     if trace is not None:
-        made = _following(trace, name, loaded, predictor, subject.work, options, stack)
+        made = _following(trace, requests, name, loaded, predictor, subject.work, options, stack)
         return replace(made, workload=replace(made.workload, chunk_tokens=served.prefill_chunk))
     if predictor is not None:
         loaded.spec.require_same(predictor.spec, "the model", "the predictor")
@@ -185,8 +195,19 @@ def require_routes(user: str, needs: frozenset[str]) -> None:
         )
 
 
+def _requests(trace: Trace, options: ServingBenchOptions, predictor: Any) -> list[ReplayedRequest]:
+    return choose(
+        trace,
+        requests=options.requests,
+        new_tokens=options.new_tokens,
+        prompt_share=options.prompt_share,
+        predictor=predictor,
+    )
+
+
 def _following(
     trace: Trace,
+    requests: Sequence[ReplayedRequest],
     name: str,
     loaded: LoadedModel,
     predictor: Any,
@@ -196,19 +217,12 @@ def _following(
 ) -> ServingSetup:
     """Open a model that follows a trace's routes; its prompts are random tokens, since only routes matter."""
     loaded = replace(loaded, spec=bench_spec(loaded.spec, trace))
-    chosen = choose(
-        trace,
-        requests=options.requests,
-        new_tokens=options.new_tokens,
-        prompt_share=options.prompt_share,
-        predictor=predictor,
-    )
-    part = write_part(trace, loaded.spec, chosen, work)
+    part = write_part(trace, loaded.spec, requests, work)
     forced = ForcedRoutes(loaded.layers, part)
     stack.callback(forced.close)
     vocabulary = int(loaded.model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(options.seed)
-    ids = [torch.randint(vocabulary, (one.prompt_tokens,), generator=generator).tolist() for one in chosen]
+    ids = [torch.randint(vocabulary, (one.prompt_tokens,), generator=generator).tolist() for one in requests]
     return ServingSetup(
         name=f"{name}, following {trace.path}",
         loaded=loaded,
