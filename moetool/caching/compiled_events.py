@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.base.types import ForwardInfo, GateEvent, Phase
+from moetool.caching.compiled_split import CompiledSplit
 from moetool.prediction.token_memory import pack_ints
 
 if TYPE_CHECKING:
-    from moetool.caching.machine_split import MachineSplit
     from moetool.caching.policy import Policy
 
 
@@ -39,7 +39,7 @@ class CompiledEvents:
         free: free slots, the next one last; reserved slots are not among them.
         unused: residents that were prefetched and not used since.
         counts_26: counts so far (`Counts`) of prefill and decode.
-        split: lets the host compute some misses; its costs are read at the first event.
+        split: lets the host compute some misses.
 
     Attributes:
         table, memory: sizes, state and addresses, for compiled code.
@@ -57,12 +57,10 @@ class CompiledEvents:
         free: Sequence[int],
         unused: Collection[int],
         counts_26: np.ndarray,
-        split: "MachineSplit | None" = None,
+        split: CompiledSplit | None = None,
     ) -> None:
         self._kernels = k = kernels()
-        # It is filled at the first event.
-        self._split_table = None if split is None else np.zeros(k.splits.TABLE_SIZE, np.int64)
-        self._split_filled = False
+        self._split, self._split_table = split, None if split is None else split.table
         k.compile_for(policy.compiled_memory, self._split_table)
         spec = policy.spec
         layers, self._stride = spec.num_layers, spec.num_experts
@@ -103,7 +101,6 @@ class CompiledEvents:
                 **policy.compile_into(self._fields),
             }
         )
-        self._split = split
         self._routes = self._bytes = memoryview(b"")
         self._add_free([*free, *reversed(list(slot_of.values()))])  # so that each resident gets its own
         self.set_capacity(capacity, layer_slots)
@@ -165,7 +162,7 @@ class CompiledEvents:
             self._set_routes(np.array(experts_TK, np.int32))
         assert self.memory is None or num == fields[k.ROWS], "an event has the tokens of its forward"
         if self._split is not None:
-            self._set_split(self._split)
+            fields[k.SPLIT] = self._split.begin_event()
         fields[k.TOKENS], fields[k.WIDTH], fields[k.STRIDE] = num, width, width
         fields[k.LAYER], fields[k.STOP] = event.layer, event.layer + 1
         return k.run(self.table, self.memory, self._split_table)
@@ -180,7 +177,7 @@ class CompiledEvents:
         self._set_routes(experts_TS)
         assert self.memory is None or len(experts_TS) == fields[k.ROWS], "a forward has its own tokens"
         if self._split is not None:
-            self._set_split(self._split)
+            fields[k.SPLIT] = self._split.begin_event()
         fields[k.TOKENS], fields[k.STRIDE] = experts_TS.shape
         fields[k.WIDTH] = fields[k.STRIDE]  # read if there is one layer
         fields[k.LAYER], fields[k.STOP] = 0, fields[k.LAYERS]
@@ -211,47 +208,6 @@ class CompiledEvents:
     def return_slots(self, slots: Sequence[int]) -> None:
         """Return reserved slots to the pool, the next one last."""
         self._add_free(slots)
-
-    def _set_split(self, split: "MachineSplit") -> None:
-        """Let the split take part if it is active; fill its table at its first event."""
-        if not self._split_filled:
-            assert self._split_table is not None
-            self._fill_split(split, self._split_table)
-            self._split_filled = True
-        self._fields[self._kernels.SPLIT] = split.active
-
-    def _fill_split(self, split: "MachineSplit", table: np.ndarray) -> None:
-        k, num, costs = self._kernels.splits, len(self._slot_A), split.costs
-        in_memory_2A = np.full((2, num + 1), -1, np.int32)
-        in_memory_2A[:, num] = num
-        cost_8 = [costs.load_s, costs.host_s, costs.device_s, costs.layer_s]
-        cost_8 += [costs.start_s, costs.link_share, costs.host_share, costs.disk_s]
-        for at, value in {
-            k.BOTH: split.mode == "both",
-            k.IN_MEMORY: -1 if split.host_experts is None else split.host_experts,
-            k.HOST_KNOTS: len(costs.host_knots),
-            k.DEVICE_KNOTS: len(costs.device_knots),
-            k.KEYS: num,
-            k.EXPERTS: self._stride,
-            k.COST_8: np.array(cost_8),
-            k.HOST_K2: np.array(costs.host_knots, float),
-            k.DEVICE_K2: np.array(costs.device_knots, float),
-            k.KEY_Q: np.zeros(num + 1, np.int64),
-            k.LEFT_Q: np.zeros(num + 1),
-            k.QUEUED_A: np.zeros(num, np.uint8),
-            k.NEXT_A: in_memory_2A[0],
-            k.LAST_A: in_memory_2A[1],
-            k.WORK_3: np.zeros(3),
-            k.FLOAT_3N: np.zeros((3, self._stride)),
-            k.INT_4N: np.zeros((4, self._stride), np.int64),
-            k.MARK_3N: np.zeros((3, self._stride), np.uint8),
-            k.SIDE_22N: np.zeros((2, 2, self._stride + 1)),
-        }.items():
-            if isinstance(value, np.ndarray):
-                self._arrays[self._kernels.TABLE_SIZE + at] = value
-                table[at] = address(value)
-            else:
-                table[at] = value
 
     def _add_free(self, slots: Sequence[int]) -> None:
         free = self._fields[self._kernels.FREE]

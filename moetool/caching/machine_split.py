@@ -1,8 +1,8 @@
 """Split of an event's misses between the link and the host's cores, so that the event ends first, above any policy.
 
 Link, host and device are modelled: a `MachineSplit` advances them by the costs of its own decisions, never by a clock.
-So decisions are functions of events and costs, and a replay repeats those of a server. The events of some policies are
-compiled, with the same decisions (`moetool.caching.split_kernels`).
+So decisions are functions of events and costs, and a replay repeats those of a server. Compiled code takes the same
+decisions in its place (`moetool.caching.compiled_split`), unless Python is asked for as an oracle.
 """
 
 import hashlib
@@ -22,10 +22,11 @@ from moetool.caching.host_split import tokens_of
 
 MODES = ("host", "both")
 """The host computes all misses; or some, while the others are loaded."""
-_PREFETCH = 2  # `moetool.caching.residency.StepKind`
+PREFETCH = 2
+"""`moetool.caching.residency.StepKind`"""
 _FEW, _FEW_WITH_READS = 10, 8
-"""Misses of an event of which every split is tried: in Python that takes up to 2 and 5 ms. Of more misses, moving one
-expert gains little."""
+"""Misses of an event of which every split is tried; of more, moving one expert gains little. Python takes up to 2 and
+5 ms, compiled code 0.01 and 0.1."""
 _MOST_QUEUED = 2
 """Transfers in the link's queue with which an expert that the host computed is still admitted (guide of benchmarks)."""
 
@@ -346,7 +347,7 @@ class MachineSplit:
         """Add the prefetches of a program (`moetool.caching.residency.Step`) to the link's queue."""
         queue = self._queue
         for kind, key, _, evicted in steps:
-            if kind == _PREFETCH:
+            if kind == PREFETCH:
                 if evicted in queue and evicted != next(iter(queue)):
                     del queue[evicted]
                 queue[key] = self.costs.load_s

@@ -29,6 +29,7 @@ from moetool.base.errors import CapacityError, shortened
 from moetool.base.plugins import WrongAnswer
 from moetool.base.types import ForwardInfo, GateEvent, Phase
 from moetool.caching.compiled_events import CompiledEvents, kernels
+from moetool.caching.compiled_split import CompiledSplit
 from moetool.caching.layer_slots import scaled_down
 from moetool.caching.machine_split import MachineSplit
 from moetool.caching.policy import MIN_SLOTS, Policy, admits_by_value
@@ -181,7 +182,11 @@ class Residency:
         self._counts = self._decode
         self.sink = sink
         self._requests: dict[int, None] = {}
-        self.split = None if policy.computes_on_host else split
+        split = None if policy.computes_on_host else split
+        self._compiled_split: CompiledSplit | None = None
+        if type(split) is MachineSplit and self.compiles and not short and kernels() is not None:
+            self._compiled_split = CompiledSplit(split, kernels().splits)
+        self._split = self._compiled_split or split
         plain = capacity_bytes is None and share == (0, 1)
         plain = plain and (split is None or (type(split) is MachineSplit and not admits_by_value(policy.options)))
         self._may_compile = plain and self.compiles and not short
@@ -295,7 +300,7 @@ class Residency:
         to_compute = deque(hits)
         answered = self._own(_ask(policy.gate, event, hits, list(misses)))
         admissible: list[int] = []
-        split = None if self.split is None or not self.split.active else self.split
+        split = None if self._split is None or not self._split.active else self._split
         if split is not None:
             worth = dict(zip(misses, policy.worth(misses), strict=True))
             hosted = split.choose(event, to_compute, misses, list(worth.values()))
@@ -414,6 +419,8 @@ class Residency:
     def _compile(self) -> None:
         """Let compiled code decide from now on, if it can."""
         if not (self._may_compile and self.policy.compiles) or kernels() is None:
+            if self._compiled_split is not None:
+                self._compiled_split.compile()
             return
         counts = [list(astuple(counts)) for counts in (self._prefill, self._decode)]
         self.compiled = CompiledEvents(
@@ -424,7 +431,7 @@ class Residency:
             free=self._free,
             unused=self._unused,
             counts_26=np.array(counts, np.int64),
-            split=self.split,
+            split=self._compiled_split,
         )
 
     def _leave_compiled(self) -> None:

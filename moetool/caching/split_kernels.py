@@ -1,6 +1,6 @@
 """Compiled split of an event's misses between link and host, with the decisions of `moetool.caching.machine_split`.
 
-A split is one `split` table of int64: sizes and state, then addresses (`split_table` makes it). Sums are in the order
+A split is one `split` table of int64: sizes and state, then addresses (`CompiledSplit` fills it). Sums are in the order
 of the Python code, so that decisions are bit-identical. All arrays are C-contiguous, and nothing checks bounds.
 
 Shapes:
@@ -13,7 +13,9 @@ import numba
 import numpy as np
 from numba import carray
 
+from moetool.base.tables import line_if_slow
 from moetool.prediction.token_kernels import pointer
+from moetool.prediction.token_memory import COMPILING
 
 BOTH, IN_MEMORY, HOST_KNOTS, DEVICE_KNOTS, KEYS, EXPERTS, QUEUED, HELD = range(8)
 """Whether some misses are loaded, experts that host memory holds (-1: all), numbers of knots, A, experts of a layer;
@@ -33,6 +35,11 @@ FEW, FEW_WITH_READS, MOST_QUEUED = 10, 8, 2  # as in `moetool.caching.machine_sp
 def _inlined(loop: Any) -> Any:
     """Compile as part of the functions that call it."""
     return numba.njit(error_model="numpy")(loop)
+
+
+def _entry(loop: Any) -> Any:
+    """Compile for Python too; the result is kept on disk."""
+    return numba.njit(cache=True, error_model="numpy")(loop)
 
 
 @_inlined
@@ -318,7 +325,7 @@ def _drop(split):  # type: ignore[no-untyped-def]
         split[HELD] -= 1
 
 
-@_inlined
+@_entry
 def note(split, key, evicted):  # type: ignore[no-untyped-def]
     """`MachineSplit.note` of one prefetch."""
     key_Q, _, queued_A = _queue(split)
@@ -336,7 +343,7 @@ def admits(split, free):  # type: ignore[no-untyped-def]
     return free or split[QUEUED] <= MOST_QUEUED
 
 
-@_inlined
+@_entry
 def choose(split, single, token_E, hit_N, miss_N, worth_N, host_N):  # type: ignore[no-untyped-def]
     """`MachineSplit.choose`: write the misses that the host computes, in ascending order; return their number.
 
@@ -448,3 +455,11 @@ def _queue_loads(split, hit_N, key_N, loaded_N):  # type: ignore[no-untyped-def]
         key_Q[split[QUEUED]], left_Q[split[QUEUED]] = key, left_s
         split[QUEUED] += 1
         moved += 1
+
+
+@line_if_slow(COMPILING)
+def compile_for_python() -> None:
+    """Compile `choose` and `note` for the arguments of Python."""
+    table, worth, num = numba.typeof(np.zeros(1, np.int64)), numba.typeof(np.zeros(1)), numba.int64
+    choose.compile((table, numba.boolean, table, table, table, worth, table))
+    note.compile((table, num, num))

@@ -3,6 +3,7 @@
 import io
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from moetool.base.types import ForwardInfo, GateEvent, ModelSpec, Phase
 from moetool.caching import event_kernels
 from moetool.caching.decision_digest import DecisionDigest
 from moetool.caching.layer_slots import equal_slots
-from moetool.caching.machine_split import MachineSplit, SplitCosts
+from moetool.caching.machine_split import EventWork, MachineSplit, SplitCosts
 from moetool.caching.policies import lru
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
@@ -83,7 +84,7 @@ def decisions(
     policy = build_policy(name, spec, options, slots)
     split = random_split(spec, rng) if splits else None
     residency = Residency(policy, lambda *step: steps.append(step), layer_slots=own, split=split)
-    assert (residency.compiled is not None) == compiled
+    assert (residency.compiled is not None) == (compiled and policy.compiles)
     running, coming = [0], 1
     for number in range(25):
         if rng.random() < 0.15:
@@ -130,6 +131,16 @@ def test_every_decision_is_that_of_python(name: str, seed: int, monkeypatch: pyt
 def test_every_split_of_misses_is_that_of_python(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = decisions(name, seed, monkeypatch, compiled=True, splits=True)
     assert made == decisions(name, seed, monkeypatch, compiled=False, splits=True)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_events_in_python_have_compiled_splits_like_those_of_python(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = Counter[bool]()
+    plain = EventWork.loaded
+    monkeypatch.setattr(EventWork, "loaded", lambda work: tried.update([Residency.compiles]) or plain(work))
+    made = decisions("moe_infinity", seed, monkeypatch, compiled=True, splits=True)
+    assert made == decisions("moe_infinity", seed, monkeypatch, compiled=False, splits=True)
+    assert not tried[True]
 
 
 @pytest.mark.parametrize("layers", [1, 3])
