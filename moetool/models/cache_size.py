@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache
+
+from moetool.base.errors import MismatchError
 
 _LOG = logging.getLogger(__name__)
 _LENGTHS = (127, 255)
@@ -44,11 +47,19 @@ def measure_cache(model: Any, dtype: torch.dtype) -> CacheSize | None:
         dtype: data type of the model when it is served; states of another type keep theirs.
 
     Effects: replaces forwards of its layers, so that it is of no further use.
+
+    Raises:
+        MismatchError: no layer has keys, so that transformers' cache does not know how many tokens it holds.
     """
     num_layers, first = run_alike_once(model)
     try:
         short, long = (_cache_after(model, length) for length in _LENGTHS)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, ValueError) and not _knows_length(model.config.get_text_config()):
+            raise MismatchError(
+                f"{model.config.model_type}: no layer of the config has attention with keys, and transformers decodes "
+                "with at least one; correct layer_types or what it follows from, or download the model again"
+            ) from None
         _LOG.debug("the cache of %s cannot be measured: %s", model.config.model_type, error)
         return None
     token_bytes = request_bytes = 0
@@ -65,6 +76,15 @@ def measure_cache(model: Any, dtype: torch.dtype) -> CacheSize | None:
         growth = -(-(more - fewer) // (_LENGTHS[1] - _LENGTHS[0]))
         token_bytes, request_bytes = token_bytes + growth, request_bytes + max(0, fewer - growth * _LENGTHS[0])
     return CacheSize(token_bytes, request_bytes)
+
+
+def _knows_length(config: Any) -> bool:
+    """Whether transformers' cache for a text config knows how many tokens it holds."""
+    try:
+        DynamicCache(config=config).get_seq_length()
+    except (KeyError, ValueError):
+        return False
+    return True
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

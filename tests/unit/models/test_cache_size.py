@@ -1,16 +1,19 @@
 """The bytes of a request's own cache are those that transformers' cache holds after a real forward."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from moetool.base.errors import MismatchError
 from moetool.base.families import FAMILIES
 from moetool.models.cache_size import CacheSize, tensors_of
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full
 from moetool.runtime.decoding import cache_bytes
 from tests import families
+from tests.refusals import refused
 
 EXACT = {name: {} for name in ("bailing_hybrid", "flint", "granitemoehybrid", "kimi_linear", "lfm2_moe", "minimax")} | {
     name: {} for name in ("jamba", "nemotron_h", "qwen3_next", "zaya")
@@ -76,3 +79,28 @@ def test_a_forward_that_needs_numbers_is_not_measured(tmp_path: Path) -> None:
 def test_fixed_parts_are_reserved_for_eight_requests() -> None:
     size = CacheSize(token_bytes=3, request_bytes=100)
     assert [size.of(10, requests) for requests in (1, 8, 64)] == [130, 830, 830]
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 2}),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 2}),
+        ("lfm2_moe", {"layer_types": ["conv"] * 3}),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe"] * 2}),
+        ("jamba", {"attn_layer_period": 8, "attn_layer_offset": 7}),
+    ],
+)
+def test_a_model_without_keys_is_refused_before_its_weights_are_read(
+    name: str, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    families.config(name, **changed).save_pretrained(tmp_path)
+    with refused(MismatchError, name, "attention with keys"):
+        Checkpoint.open(tmp_path, weights=False).cache_size(torch.float32)
+
+
+def test_a_cache_that_counts_its_tokens_otherwise_needs_no_keys(tmp_path: Path) -> None:
+    families.save("minimax", tmp_path, layer_types=["linear_attention"] * 2)
+    size = Checkpoint.open(tmp_path).cache_size(torch.float32)
+    assert size is not None and size.token_bytes == 0
+    assert _held(tmp_path, 40) == size.of(40, 1)
