@@ -142,14 +142,14 @@ class PageLedger:
         found: list[int] = []
         lost = 0
         for one in hashes:
-            if (page := self._by_hash.get(one)) is not None:
-                if not lost:
-                    found.append(page)
-            elif one in self._gone:
+            page = self._by_hash.get(one)
+            if page is None and one not in self._gone:
+                break
+            if page is None:
                 del self._gone[one]
                 lost += 1
-            else:
-                break
+            elif not lost:
+                found.append(page)
         for page in found:
             self._uses[page] += 1
             self._kept.pop(page, None)
@@ -200,10 +200,9 @@ class PageLedger:
                 continue
             if keep and page in self._hash_of:
                 self._kept[page] = None
-                continue
-            if page in self._hash_of:
-                del self._by_hash[self._hash_of.pop(page)]
-            heapq.heappush(self._free, page)
+            else:
+                self._by_hash.pop(self._hash_of.pop(page, b""), None)
+                heapq.heappush(self._free, page)
         table.pages.clear()
         table.registered = 0
 

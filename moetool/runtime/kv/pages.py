@@ -33,7 +33,7 @@ class Spans(NamedTuple):
     rows: torch.Tensor | None
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class KvBatch:
     """The sequences of one forward, and their rows of the pages.
 
@@ -89,28 +89,24 @@ class KvBatch:
             window: keys that a query attends to; None: all up to its own.
             compiled: whether the compiled kernel takes sequences with one new token.
         """
-        if (window, compiled) not in self._spans:
-            self._spans[window, compiled] = self._divide(window, compiled)
-        return self._spans[window, compiled]
-
-    def _divide(self, window: int | None, compiled: bool) -> Spans:
+        if (window, compiled) in self._spans:
+            return self._spans[window, compiled]
         singles: list[OneQuery] = []
         others: list[tuple[int, int, int, int]] = []
         rows: list[torch.Tensor] = []
         num_rows = 0
         for begin, end, first, last in self.sequences:
-            length = end - begin
             if window is not None:
-                first = max(first, last - window - length + 1)
-            if length == 1 and compiled and self.cached:
+                first = max(first, last - window - (end - begin) + 1)
+            if end - begin == 1 and compiled and self.cached:
                 singles.append(OneQuery(begin, first, last))
                 continue
             others.append((begin, end, num_rows, num_rows + last - first))
             rows.append(self.key_rows[first:last])
             num_rows += last - first
-        if not self.cached or not rows:
-            return Spans(singles, others, None)
-        return Spans(singles, others, rows[0] if len(rows) == 1 else torch.cat(rows))
+        spans = Spans(singles, others, torch.cat(rows) if self.cached and rows else None)
+        self._spans[window, compiled] = spans
+        return spans
 
 
 class KvPages(Cache):

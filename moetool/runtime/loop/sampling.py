@@ -8,16 +8,17 @@ The order is vLLM's: grammar, logit bias, penalties, temperature, min_p, top_k, 
 
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moetool.base import plugins
 from moetool.runtime.decoding import NOT_NUMBERS
 from moetool.runtime.experts.copies import on_device
 from moetool.runtime.loop.batched_sampling import RowSampling, batched_gumbel_scores
-from moetool.runtime.request import Matcher, Output, SamplingParams, TokenLogprob
+from moetool.runtime.request import Finish, Matcher, Output, SamplingParams, TokenLogprob
 
 NO_TOKEN_LEFT = "no token is left to sample: grammar and logit_bias together exclude all of them"
 """Error of a request without an allowed token."""
@@ -33,17 +34,18 @@ class _Choice:
 
     Attributes:
         broken: why its next token cannot be sampled; empty if it can.
+        refused: whether that is because no token is left.
         prompt_ids: distinct tokens of its prompt, for the repetition penalty.
         counts: how often each token occurs in its answer.
     """
 
-    __slots__ = ("broken", "counts", "drawn", "logprobs_V", "matcher", "params", "prompt_ids", "seed")
+    __slots__ = ("broken", "counts", "drawn", "logprobs_V", "matcher", "params", "prompt_ids", "refused", "seed")
 
     def __init__(self, params: SamplingParams, drawn: int, prompt: Sequence[int]) -> None:
         self.params = params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.drawn = drawn
-        self.broken = ""
+        self.broken, self.refused = "", False
         self.logprobs_V: Tensor | None = None
         asked, answer = prompt[: len(prompt) - drawn], prompt[len(prompt) - drawn :]
         self.prompt_ids = torch.tensor(sorted(set(asked)) if params.repetition_penalty != 1 else [], dtype=torch.long)
@@ -56,10 +58,9 @@ class _Choice:
         """Whether tokens may be excluded or their scores changed."""
         return self.matcher is not None or bool(self.params.logit_bias) or self.params.penalizes
 
-    @property
-    def no_token_left(self) -> str:
-        """The error where every token is excluded."""
-        return (self.matcher.error if self.matcher is not None else "") or NO_TOKEN_LEFT
+    def refuse(self) -> None:
+        """Note that every token is excluded."""
+        self.broken, self.refused = (self.matcher.error if self.matcher is not None else "") or NO_TOKEN_LEFT, True
 
     def take(self, tokens: Iterable[int]) -> None:
         """Count tokens of the answer."""
@@ -82,10 +83,10 @@ class Sampler:
     def __init__(self, eos: Collection[int] = (), *, batched: bool | None = None) -> None:
         self._eos = list(eos)
         self._batched = batched
-        self._choices: dict[str, _Choice] = {}
+        self._choices: dict[Hashable, _Choice] = {}
         self._verdicts: list[_Verdicts] = []
 
-    def add(self, request: str, params: SamplingParams, prompt: Sequence[int], drawn: int = 0) -> None:
+    def add(self, request: Hashable, params: SamplingParams, prompt: Sequence[int], drawn: int = 0) -> None:
         """Add a request.
 
         Args:
@@ -94,10 +95,10 @@ class Sampler:
         """
         self._choices[request] = _Choice(params, drawn, prompt)
 
-    def remove(self, request: str) -> None:
+    def remove(self, request: Hashable) -> None:
         self._choices.pop(request, None)
 
-    def take(self, request: str, token: int) -> TokenLogprob | None:
+    def take(self, request: Hashable, token: int) -> TokenLogprob | None:
         """Record a sampled token; returns its log-probabilities if the request asked for them.
 
         Call it for every token, before the request's next one.
@@ -112,20 +113,21 @@ class Sampler:
             top = list(zip(ids.tolist(), values.tolist(), strict=True))
         return TokenLogprob(float(choice.logprobs_V[token]), top)
 
-    def broken(self, request: str) -> str:
+    def broken(self, request: Hashable) -> str:
         """Return why the newest token of a request is invalid; empty if it is valid."""
         for verdicts in self._verdicts:
             verdicts.tell()
         self._verdicts.clear()
         return self._choices[request].broken
 
-    def broken_end(self, request: str) -> Output | None:
+    def broken_end(self, request: int) -> Output | None:
         """Return the last message of a request whose newest token is invalid; None if it is valid."""
         if not (why := self.broken(request)):
             return None
-        return Output(int(request), None, finish="error" if why == NOT_NUMBERS else "refused", error=why)
+        finish: Finish = "refused" if self._choices[request].refused else "error"
+        return Output(request, None, finish=finish, error=why)
 
-    def apply(self, requests: list[str], scores_BV: Tensor) -> Tensor:
+    def apply(self, requests: Sequence[Hashable], scores_BV: Tensor) -> Tensor:
         """Make the argmax of each row the sampled token of its request.
 
         Args:
@@ -147,14 +149,14 @@ class Sampler:
                 choice.logprobs_V = scores_V.log_softmax(-1)
             _constrain(scores_V, choice, self._eos)
             if choice.is_constrained and not choice.broken and not scores_V.max().isfinite():
-                choice.broken = choice.no_token_left
+                choice.refuse()
                 scores_V.zero_()
             if choice.params.temperature > _COLDEST:
                 scores_BV[row] = gumbel_scores(scores_V, choice.params, choice.seed, choice.drawn)
             choice.drawn += 1
         return scores_BV
 
-    def _apply_together(self, requests: list[str], scores_BV: Tensor) -> Tensor:
+    def _apply_together(self, requests: Sequence[Hashable], scores_BV: Tensor) -> Tensor:
         """Like `apply`, without synchronizing; `broken` reads the result later."""
         found = [(row, choice) for row, request in enumerate(requests) if (choice := self._choices.get(request))]
         if not found:
@@ -202,17 +204,22 @@ class _Verdicts:
             self._arrived.synchronize()
         unsound, empty = self._broken_2B.tolist()
         for row, choice in self._found:
-            choice.broken = choice.broken or (
-                NOT_NUMBERS if unsound[row] else choice.no_token_left if empty[row] else ""
-            )
+            if unsound[row]:
+                choice.broken = NOT_NUMBERS
+            elif empty[row] and not choice.broken:
+                choice.refuse()
 
 
 def _constrain(scores_V: Tensor, choice: _Choice, eos: list[int]) -> None:
     """Apply the grammar, the logit bias and the penalties, in place."""
     params, device = choice.params, scores_V.device
     if choice.matcher is not None:
-        allowed = torch.frombuffer(choice.matcher.allowed(), dtype=torch.uint8)
-        allowed[eos] = int(choice.matcher.may_end)
+        try:
+            allowed = torch.frombuffer(choice.matcher.allowed(), dtype=torch.uint8)
+            allowed[eos] = int(choice.matcher.may_end)
+        except Exception as error:  # a grammar must not end other requests
+            choice.broken = plugins.describe(error)
+            return
         allowed = on_device(allowed, device)
         scores_V.masked_fill_(allowed[: len(scores_V)] == 0, float("-inf"))
     if params.logit_bias:

@@ -10,7 +10,7 @@ from moetool.base.errors import CapacityError, UsageError
 from moetool.base.types import Phase
 from moetool.runtime.decoding import Batch, kv_cache_bytes
 from moetool.runtime.kv.ledger import PageLedger
-from moetool.runtime.loop import batching
+from moetool.runtime.loop import scheduler
 from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.loop.prompt_chunks import PromptChunks
 from moetool.runtime.recording.recorder import GateRecorder
@@ -283,7 +283,7 @@ def test_chunks_are_small_while_others_decode(
 ) -> None:
     """On a clock by which a forward takes a fixed time, and a second more for every 100 tokens."""
     now, stalled = [0.0], [0.0]
-    monkeypatch.setattr(batching.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: now[0])
     batcher = Batcher(full.model, max_requests=2, kv_tokens=2048, max_batch_tokens=512, max_prompt_wait_s=1.0)
     batcher.stalled_s = lambda: stalled[0]
     seen: list[Batch] = []

@@ -246,12 +246,17 @@ class _TornGrammar:
         raise RuntimeError("the grammar is torn")
 
 
+@pytest.mark.parametrize("kind", [OwnCaches, Batcher])
 @pytest.mark.parametrize("fails", ["allowed", "accept"])
-def test_a_sampler_that_raises_fails_its_request_alone(three: OwnCaches, ids: list[list[int]], fails: str) -> None:
+def test_a_grammar_that_raises_fails_its_request_alone(
+    full: Any, ids: list[list[int]], fails: str, kind: type[OwnCaches | Batcher]
+) -> None:
     grammar: Any = _TornGrammar(fails)
-    three.add(0, ids[0], SamplingParams(max_tokens=3, ignore_eos=True, grammar=grammar))
-    three.add(1, ids[1], SamplingParams(max_tokens=3, ignore_eos=True))
-    outputs = run_all(three)
+    batcher = kind(full.model, max_requests=3, kv_tokens=256)
+    batcher.add(0, ids[0], SamplingParams(max_tokens=3, ignore_eos=True, grammar=grammar))
+    batcher.add(1, ids[1], SamplingParams(max_tokens=3, ignore_eos=True))
+    outputs = run_all(batcher)
+    batcher.close()
     assert outputs[0] == [Output(0, None, finish="error", error="the grammar is torn")]
     assert len(tokens_of(outputs[1])) == 3
 

@@ -271,9 +271,9 @@ def test_the_end_of_a_request_says_whose_fault_it_is(batched: bool) -> None:
     sampler = Sampler(batched=batched)
     stuck = _Only()
     stuck.error = "the row is full"
-    for name, grammar in (("1", stuck), ("2", None), ("3", None)):
+    for name, grammar in ((1, stuck), (2, None), (3, None)):
         sampler.add(name, SamplingParams(max_tokens=9, temperature=0, grammar=grammar), [0])
-    sampler.apply(["1", "2", "3"], torch.stack([LOGITS, LOGITS * float("nan"), LOGITS]))
-    ends = [sampler.broken_end(name) for name in ("1", "2", "3")]
+    sampler.apply([1, 2, 3], torch.stack([LOGITS, LOGITS * float("nan"), LOGITS]))
+    ends = [sampler.broken_end(name) for name in (1, 2, 3)]
     assert ends[0] == Output(1, None, finish="refused", error="the row is full")
     assert ends[1] is not None and ends[1].finish == "error" and ends[2] is None
