@@ -126,7 +126,6 @@ class KvPages(Cache):
 
     def __init__(self, shapes: Sequence[RowShape], num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layers=[])
-        self.shapes = list(shapes)
         self.batch: KvBatch | None = None
         num_rows = (num_pages + 1) * PAGE_TOKENS
 
@@ -140,7 +139,7 @@ class KvPages(Cache):
         self.index_keys = [rows(shape.index_width) if shape.index_width else None for shape in shapes]
 
     def __len__(self) -> int:
-        return len(self.shapes)
+        return len(self.keys)
 
     def return_memory(self, first: int, end: int) -> None:
         """Return the memory of unused pages, from the first to the end, until they are written again."""
