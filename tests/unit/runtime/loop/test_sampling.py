@@ -277,3 +277,21 @@ def test_the_end_of_a_request_says_whose_fault_it_is(batched: bool) -> None:
     ends = [sampler.broken_end(name) for name in (1, 2, 3)]
     assert ends[0] == Output(1, None, finish="refused", error="the row is full")
     assert ends[1] is not None and ends[1].finish == "error" and ends[2] is None
+
+
+class _Torn(_Only):
+    def start(self) -> "_Torn":
+        return self
+
+    def allowed(self) -> bytearray:
+        raise RuntimeError("the grammar is torn")
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_grammar_that_raises_breaks_its_own_row(batched: bool) -> None:
+    sampler = Sampler(batched=batched)
+    sampler.add(1, SamplingParams(max_tokens=9, temperature=0, grammar=_Torn()), [0])
+    sampler.add(2, SamplingParams(max_tokens=9, temperature=0), [0])
+    chosen = sampler.apply([1, 2], LOGITS.repeat(2, 1)).argmax(-1)
+    assert sampler.broken_end(1) == Output(1, None, finish="error", error="the grammar is torn")
+    assert sampler.broken_end(2) is None and chosen[1] == LOGITS.argmax()
