@@ -122,8 +122,6 @@ class PageLedger:
 
     def begin_forward(self) -> None:
         """Shrink, between two forwards, if running requests have needed less for some time."""
-        if self.first == self.num_pages:
-            return
         self._most_used = max(self._most_used, self.limit - self.available)
         self._forwards += 1
         if self._forwards % (_KEPT_PERIODS * IDLE_FORWARDS) == 0:
@@ -155,7 +153,7 @@ class PageLedger:
             self._kept.pop(page, None)
         table.append(found)
         table.registered = len(found)
-        if lost and self.first < self.num_pages:
+        if lost:
             self._wanted = self._steps(min(self.num_pages, self.limit + lost))
             while self._steps(self.limit) < self._wanted:
                 self._grow()

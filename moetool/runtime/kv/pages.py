@@ -149,9 +149,7 @@ class KvPages(Cache):
     def close(self) -> None:
         """Free the memory."""
         self.batch = None
-        self.keys.clear()
-        self.values.clear()
-        self.index_keys.clear()
+        self.keys, self.values, self.index_keys = [], [], []
 
     @property
     def tensors(self) -> list[torch.Tensor]:

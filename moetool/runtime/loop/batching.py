@@ -253,7 +253,7 @@ class Batcher(Scheduler):
         return logits_BV.float()  # only the batch's last request can be without a new token
 
     def _inputs(self, batch: Scheduled, composed: Batch) -> tuple[KvBatch, dict[str, Any]]:
-        """The batch for attention, and the model's inputs."""
+        """The batch for attention, and the model's inputs: of a step of fixed shapes always in the same memory."""
         query_ends = list(accumulate((count for _, count in batch), initial=0))
         key_ends = list(accumulate((request.held + count for request, count in batch), initial=0))
         rows = [request.cache.rows[: request.held + count] for request, count in batch]
@@ -265,25 +265,17 @@ class Batcher(Scheduler):
             "key_ends": np.array(key_ends),
             "key_rows": np.concatenate(rows),
         }
-        found = self._tensors(arrays, fixed=self.fixed_shapes and query_ends[-1] == len(batch))
-        kv_batch = KvBatch(self._pages, query_ends, key_ends, found["write_rows"], found["key_rows"])
-        inputs = {"input_ids": found["tokens"][None], "position_ids": found["positions"][None]}
-        return kv_batch, inputs | ({"logits_to_keep": found["kept"]} if self._keeps_logits else {})
-
-    def _tensors(self, arrays: dict[str, np.ndarray], *, fixed: bool) -> dict[str, torch.Tensor]:
-        """Integer vectors on the model's device, in one transfer; if fixed, always in the same memory.
-
-        A fixed vector of key rows has the length of the cache, with any values at its end.
-        """
         packed = on_device(torch.from_numpy(np.concatenate(list(arrays.values()))), self.model.device)
         found = dict(zip(arrays, packed.split([len(array) for array in arrays.values()]), strict=True))
-        if fixed and len(found["key_rows"]) <= self.kv_tokens:
-            for name, values in found.items():
+        if self.fixed_shapes and query_ends[-1] == len(batch) and key_ends[-1] <= self.kv_tokens:
+            for name, values in found.items():  # recorded steps read as many key rows as the cache has, the last unused
                 size = self.kv_tokens if name == "key_rows" else self.max_requests + 1
                 memory = self._fixed.setdefault(name, torch.zeros(size, dtype=torch.int64, device=packed.device))
                 memory[: len(values)].copy_(values)
                 found[name] = memory if name == "key_rows" else memory[: len(values)]
-        return found
+        kv_batch = KvBatch(self._pages, query_ends, key_ends, found["write_rows"], found["key_rows"])
+        inputs = {"input_ids": found["tokens"][None], "position_ids": found["positions"][None]}
+        return kv_batch, inputs | ({"logits_to_keep": found["kept"]} if self._keeps_logits else {})
 
     def _room(self, batch: KvBatch) -> int:
         """Padded keys of a sequence, if all have one new token and attend in one call, otherwise 0.
