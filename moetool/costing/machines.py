@@ -68,6 +68,7 @@ class NamedModel:
         hidden, expert_width: width of the residual stream and of an expert's inner layer.
         value_bytes: bytes per expert weight, scales included.
         dense_parameters: parameters of a layer without its routed experts: attention, router, shared experts.
+        shared_parameters: those of shared experts, which `dense_parameters` include.
         dense_value_bytes: bytes per dense parameter.
 
     Raises:
@@ -82,11 +83,13 @@ class NamedModel:
     expert_width: int
     value_bytes: float = 2.0
     dense_parameters: int
+    shared_parameters: int = 0
     dense_value_bytes: float = 2.0
 
     def __post_init__(self) -> None:
         whole = ("layers", "experts", "top_k", "hidden", "expert_width", "dense_parameters")
         require_within(self, f"model {self.name}: ", **dict.fromkeys(whole, Span(1)))
+        require_within(self, f"model {self.name}: ", shared_parameters=Span(0, self.dense_parameters))
         require_within(self, f"model {self.name}: ", value_bytes=POSITIVE, dense_value_bytes=POSITIVE)
 
     @property

@@ -30,6 +30,8 @@ class TimelineOptions:
             the profile's curve; without one, searches are free).
         synchronous: whether the experts of a layer wait for all earlier prefetches, as in systems that prefetch
             synchronously. `moetool serve` does not wait.
+        reuse_residents: whether a partial forward reuses the outputs of resident and shared experts, as in SMoE's
+            Figure 9. `moetool serve` computes them again.
     """
 
     device: str = "cpu"
@@ -38,6 +40,7 @@ class TimelineOptions:
     tier: str = "disk"
     prediction_ms: float | None = None
     synchronous: bool = False
+    reuse_residents: bool = False
 
     def __post_init__(self) -> None:
         require_within(self, io_threads=Span(1), prediction_ms=Span(0, below=True))
@@ -141,7 +144,8 @@ class Prices:
     def partial_forward_ns(self, event: GateEvent) -> int:
         """Return the nanoseconds from a layer's experts to the next gate, if as many experts as needed are resident."""
         forward = self.forward(event.forward)
-        return forward.after + forward.before_L[event.layer + 1] + sum(self.experts(event).values())
+        experts = 0 if self.options.reuse_residents else forward.after + sum(self.experts(event).values())
+        return experts + forward.before_L[event.layer + 1]
 
     def forward(self, info: ForwardInfo) -> ForwardCosts:
         """Return the nanoseconds of a forward without its routed experts."""

@@ -23,6 +23,8 @@ class AssumedMachine:
         expert_token_s: for each further token.
         dense_s: attention, router and norms of a layer for one token.
         dense_token_s: for each further token.
+        shared_s: shared experts of a layer for one token.
+        shared_token_s: for each further token.
         load_s: one expert from host memory to the device.
         host_s: an expert for one token on the host; 0: the host computes none.
         host_token_s: for each further token.
@@ -38,6 +40,8 @@ class AssumedMachine:
     expert_token_s: float = 0.5e-6
     dense_s: float = 200e-6
     dense_token_s: float = 2e-6
+    shared_s: float = 0.0
+    shared_token_s: float = 0.0
     load_s: float = 1e-3
     host_s: float = 0.0
     host_token_s: float = 0.0
@@ -63,7 +67,9 @@ class AssumedMachine:
             compute=tuple(devices),
             loads=(LoadCosts(tier="pinned", threads=1, direct=True, seconds=_flat(self.load_s)),),
         )
-        options = TimelineOptions(device="cuda", tier="pinned", io_threads=1, prediction_ms=self.prediction_s * 1e3)
+        options = TimelineOptions(
+            device="cuda", tier="pinned", io_threads=1, prediction_ms=self.prediction_s * 1e3, reuse_residents=True
+        )
         return made, options
 
     def _compute(self, device: str, expert_s: float, expert_token_s: float) -> ComputeCosts:
@@ -75,9 +81,9 @@ class AssumedMachine:
             attention=_flat(self.dense_s),
             prompt_attention=_line(self.dense_s, self.dense_token_s),
             gate=_flat(0.0),
-            shared=_flat(0.0),
+            shared=_line(self.shared_s, self.shared_token_s),
             dense=None,
-            head=_flat(self.dense_s),
+            head=_flat(self.dense_s + self.shared_s),
         )
 
 

@@ -38,6 +38,8 @@ class MachineChoice:
     expert_token_s: float | None = None
     dense_s: float | None = None
     dense_token_s: float | None = None
+    shared_s: float | None = None
+    shared_token_s: float | None = None
     load_s: float | None = None
     host_s: float | None = None
     host_token_s: float | None = None
@@ -55,19 +57,23 @@ class MachineChoice:
         """Return the costs: derived if machine and model are named, else `AssumedMachine`'s own.
 
         A load or move takes an expert's bytes over the link. An expert takes one read of its weights for its first
-        token, and the arithmetic of each further token; so does the dense part of a layer. Launches are not included.
+        token, and the arithmetic of each further token; so do the dense part of a layer and its shared experts.
+        Launches are not included.
         """
         values: dict[str, float] = {}
         if self.machine:
             machine, model = self.read()
             read_s = 1 / (machine.memory_bytes_s * self.memory_share)
             token_s = 2 / (machine.half_flops * self.compute_share)
+            shared = model.shared_parameters / model.dense_parameters
             values = {
                 "load_s": model.expert_bytes / (machine.host_bytes_s * self.link_share),
                 "expert_s": model.expert_bytes * read_s,
                 "expert_token_s": model.expert_parameters * token_s,
-                "dense_s": model.dense_bytes * read_s,
-                "dense_token_s": model.dense_parameters * token_s,
+                "dense_s": (1 - shared) * model.dense_bytes * read_s,
+                "dense_token_s": (1 - shared) * model.dense_parameters * token_s,
+                "shared_s": shared * model.dense_bytes * read_s,
+                "shared_token_s": shared * model.dense_parameters * token_s,
             }
         given = {name: getattr(self, name) for name in AssumedMachine.__dataclass_fields__}
         costs = AssumedMachine(**{**values, **{name: value for name, value in given.items() if value is not None}})
@@ -102,9 +108,10 @@ def changed(machine: AssumedMachine, by: Mapping[str, Any]) -> AssumedMachine:
 
 def simulated_costs(machine: AssumedMachine, batch: int = 1) -> AssumedCosts:
     """Return the simulator's costs where each token stands for a batch of tokens, which reads weights once."""
+    dense_token_s = machine.dense_token_s + machine.shared_token_s
     return AssumedCosts(
-        dense_s=machine.dense_s + (batch - 1) * machine.dense_token_s,
-        dense_token_s=batch * machine.dense_token_s,
+        dense_s=machine.dense_s + machine.shared_s + (batch - 1) * dense_token_s,
+        dense_token_s=batch * dense_token_s,
         expert_s=machine.expert_s + (batch - 1) * machine.expert_token_s,
         expert_token_s=batch * machine.expert_token_s,
     )

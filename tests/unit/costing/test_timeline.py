@@ -275,6 +275,13 @@ def test_a_policys_own_searches_and_partial_forwards_take_time(
     assert round(made.timing().total.prediction_s * 1e9) == waited
 
 
+@pytest.mark.parametrize(("reuses", "each_ns"), [(False, 4 + 3 + 2), (True, 2)])
+def test_a_partial_forward_computes_experts_again_or_reuses_their_outputs(reuses: bool, each_ns: int) -> None:
+    """A gate of 2 ns, an expert of 3 and a shared one of 4."""
+    prices = Prices(make_profile(SPEC, compute(gate=2, shared=4)), SPEC, TimelineOptions(reuse_residents=reuses))
+    assert prices.partial_forward_ns(GateEvent(forward=forward(), layer=0, experts_TK=((0,),))) == each_ns
+
+
 def test_the_host_computes_beside_a_gpu_and_instead_of_a_cpu() -> None:
     program = [Step(StepKind.HOST, 5, -1), Step(StepKind.HOST, 6, -1), load(0, 0), use(0, 0)]
     assert spent(run(program)) == (10 + 3, 9, 4, 10)  # both are done while the load is under way

@@ -1,6 +1,7 @@
 """Machines and models by name, and the costs derived from them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,11 @@ def test_costs_follow_from_machine_and_model() -> None:
     assert costs.load_s == pytest.approx(2 * numbers / (0.8 * 63e9))
     assert costs.expert_s == pytest.approx(2 * numbers / 4.8e12)
     assert costs.expert_token_s == pytest.approx(2 * numbers / (0.5 * 989e12))
+    attention = 2048 * 3072 + 2048 * 576 + 512 * 4096 + 2048 * 2048 + 2048 * 64  # and the router
+    assert costs.dense_s == pytest.approx(2 * attention / 4.8e12, rel=1e-3)
+    with refused(UsageError, "shared_parameters"):
+        replace(read_named_model("deepseek-v2-lite"), shared_parameters=10**9)
+    assert (costs.shared_s, costs.shared_token_s) == pytest.approx((2 * costs.expert_s, 2 * costs.expert_token_s))
     assert choice.gpu_link_bytes_s() == pytest.approx(0.8 * 450e9)
     with refused(UsageError, "no link"):
         MachineChoice(machine="rtx-3080", model="deepseek-v2-lite").gpu_link_bytes_s()
@@ -73,7 +79,9 @@ def test_slower_links_slow_loads_and_moves_alone() -> None:
 
 
 def test_costs_of_a_token_that_represents_a_batch() -> None:
-    machine = AssumedMachine(expert_s=5.0, expert_token_s=1.0, dense_s=7.0, dense_token_s=2.0)
+    machine = AssumedMachine(
+        expert_s=5.0, expert_token_s=1.0, dense_s=4.0, dense_token_s=1.5, shared_s=3.0, shared_token_s=0.5
+    )
     costs = simulated_costs(machine, 3)
     assert (costs.expert_s, costs.expert_token_s, costs.dense_s, costs.dense_token_s) == (7.0, 3.0, 11.0, 6.0)
 
