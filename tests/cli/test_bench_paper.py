@@ -30,9 +30,9 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("paper", "only"),
     [
         ("prism", "Figure 6"),
-        ("duoserve", "Table 3"),
+        ("duoserve", "Figure 2"),
         ("finemoe", "Figure 9"),
-        ("smoe", "Table I"),
+        ("smoe", "Figure 4"),
     ],
 )
 def test_a_claim_of_each_paper(run: Run, captured: Path, tmp_path: Path, paper: str, only: str) -> None:
@@ -51,9 +51,17 @@ def test_a_claim_of_each_paper(run: Run, captured: Path, tmp_path: Path, paper: 
     assert all(one.stat().st_size > 1000 for one in drawn)
 
 
+def test_shares_of_a_tokens_experts_need_as_many_as_the_papers(run: Run, captured: Path, tmp_path: Path) -> None:
+    given = (f"--trace={name}={captured}" for name in "abc")
+    code, _, err = run("smoe", "--quick", "--only", "Table I", "--out", tmp_path / "out", *given)
+    assert code == 0, err
+    (row,) = json.loads((tmp_path / "out" / "verdicts.json").read_text())["rows"]
+    assert row["verdict"] == "cannot be tested here" and "4 experts here and 8" in row["why"]
+
+
 def test_a_claim_whose_tokens_are_missing_says_how_many(run: Run, captured: Path, tmp_path: Path) -> None:
     given = (f"--trace={name}={captured}" for name in "abc")
-    code, _, err = run("director", "--quick", "--only", "Figure 10", "--out", tmp_path / "out", *given)
+    code, _, err = run("director", "--quick", "--only", "Figure 8", "--out", tmp_path / "out", *given)
     assert code == 0, err
     for row in json.loads((tmp_path / "out" / "verdicts.json").read_text())["rows"]:
         assert row["verdict"] == "cannot be tested here"

@@ -58,7 +58,8 @@ class Claim:
         derive: values that follow from measured ones (`moetool.bench.paper.verdict.derive`).
         check: conditions of agreement.
         size: printed numbers by name, shares and multiples as numbers.
-        needs: what else decides the claim: `size`, bytes of experts as in the paper's model; `gpu`, seconds of a GPU.
+        needs: what else decides the claim: `size`, bytes of experts as in the paper's model; `top_k`, experts per token
+            as in it; `gpu`, seconds of a GPU.
         ours: a question of moetool's that the paper does not answer, in a table of its own.
         here: relevant differences between the miniature and the paper.
         reason: why the result is not the paper's, if so, and what would change the verdict (default: the setup's).
@@ -73,7 +74,7 @@ class Claim:
     derive: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     check: Check
     size: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    needs: tuple[Literal["size", "gpu"], ...] = ()
+    needs: tuple[Literal["size", "top_k", "gpu"], ...] = ()
     ours: bool = False
     here: str = ""
     reason: str = ""

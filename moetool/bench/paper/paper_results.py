@@ -11,7 +11,7 @@ from typing import Any
 from moetool.base.tables import numbered
 from moetool.bench.bench_result import BenchResult, Columns, Row, table
 from moetool.bench.experiment_figure import ExperimentResult
-from moetool.bench.paper.verdict import ANSWERS
+from moetool.bench.paper.verdict import ANSWERS, SPREAD
 
 _ROUNDING = 1e-9
 """Interval of equal values, as a share of their mean."""
@@ -67,8 +67,8 @@ def _claims(made: BenchResult, paper: Row, rows: list[Row]) -> Iterator[Any]:
     yield from dict.fromkeys(
         f"{row['id']}, {row['verdict']}: {row.get('reason') or 'no reason known'}" for row in unlike
     )
-    if any(row["verdict"] == "undecided" and not row.get("reason") for row in rows):
-        yield "undecided: more seeds would narrow the intervals"
+    if any(row["verdict"] == "undecided" and not row.get("reason") and SPREAD in row["why"] for row in rows):
+        yield f"undecided {SPREAD}: more seeds would narrow the intervals"
     yield from (f"not repeated: {', '.join(left['ids'])}: {left['why']}" for left in paper["left_out"])
     yield from (f"run {number}: {conditions}" for conditions, number in runs.items())
     counts = _counts("", rows)

@@ -96,7 +96,8 @@ def decided_elsewhere(claim: Claim, found: ExperimentResult, model: NamedModel |
     """Return why the measured values say nothing about the paper's model or machine, if so.
 
     A policy that moves whole layers loses by experts per layer over experts per token, so a bound on the gain over it
-    needs the paper's. What is measured in bytes or seconds of a model needs one of its size, or a GPU (`Claim.needs`).
+    needs the paper's. So do shares of a token's experts. What is measured in bytes or seconds of a model needs one of
+    its size, or a GPU (`Claim.needs`).
     """
     if model is None:
         return ""
@@ -108,6 +109,8 @@ def decided_elsewhere(claim: Claim, found: ExperimentResult, model: NamedModel |
             f"a layer here has {experts} experts, of which {used} are used, and the claim's {model.experts} and "
             f"{model.top_k}: whole layers cost in proportion"
         )
+    if "top_k" in claim.needs and not _alike(used, model.top_k):
+        return f"a token uses {used} experts here and {model.top_k} in {model.name}, which decides their shares"
     size = model.layers * model.experts * model.expert_bytes
     if "size" in claim.needs and not _alike(found.expert_bytes, size):
         here, there = (count(one, "B") for one in (found.expert_bytes, size))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import fmean
 from types import MappingProxyType
 from typing import Literal
 
@@ -20,6 +21,8 @@ _DIFFERENCES = ("less", "minus")
 _LEAST_EFFECT = 0.01
 """Smallest relevant difference of two ordered values, as a share of the larger."""
 _LEAST_TRACES = 3
+SPREAD = "within the spread over seeds"
+"""Begins the reason of an undecided verdict that more seeds can decide."""
 FACTOR = 1.5
 """A value matches a printed one if neither is more than this many times the other."""
 
@@ -180,8 +183,13 @@ def judge(
     elif failed:
         answer, why = "differs", "not " + ", nor ".join(failed)
     elif open_:
+        near = [words for words, gaps, least in relations if words in open_ and abs(fmean(gaps)) < least]
         one = len(next(iter(found.values.values()))) == 1
-        answer, why = "undecided", ("one run: " if one else "within the spread over seeds: ") + ", ".join(open_)
+        kinds = {
+            "one run" if one else SPREAD: [words for words in open_ if words not in near],
+            "by less than 1 %": near,
+        }
+        answer, why = "undecided", "; ".join(f"{kind}: {', '.join(these)}" for kind, these in kinds.items() if these)
     else:
         answer, why = "agrees", ", ".join(words for words, _, _ in relations)
     sizes = "" if answer == "cannot be tested here" else _sizes(values, size, wanted)

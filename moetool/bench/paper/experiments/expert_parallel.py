@@ -77,6 +77,7 @@ class Options:
         new_tokens: most decoded tokens of a request.
         prompt_tokens: most tokens of a prompt (0: no limit).
         roofline: reads of weights and arithmetic overlap.
+        grouped: an expert reads its weights once for all tokens of a step; else each token costs as much as the first.
         gpus: sizes of the cluster; a node has as many as the machine.
         room: capacity of all GPUs, as a multiple of the experts; 1: no replicas.
         runs: lines by name.
@@ -97,6 +98,7 @@ class Options:
     new_tokens: int = 64
     prompt_tokens: int = 0
     roofline: bool = False
+    grouped: bool = True
     gpus: tuple[int, ...] = (8,)
     room: float = 1.0
     runs: Mapping[str, ModeRun]
@@ -140,7 +142,10 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
     choice = MachineChoice(machine=options.machine, model=options.model)
     machine, model = choice.read()
     machine = machine.linked(bench.machine.links)
-    costs = AssumedRank(costs=simulated_costs(choice.assumed()), roofline=options.roofline, name=machine.name)
+    each = simulated_costs(choice.assumed())
+    if not options.grouped:
+        each = replace(each, expert_token_s=each.expert_s)
+    costs = AssumedRank(costs=each, roofline=options.roofline, name=machine.name)
     samples = Samples(bench)
     cases = list(_cases(options, model, bench.machine.links))
     for seed in bench.seeds:

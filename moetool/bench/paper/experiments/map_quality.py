@@ -7,10 +7,12 @@ from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
+from moetool.costing.machines import read_named_model
 from moetool.trace.reader import Trace
 from moetool.training.map_store import MapReport, SimilarityCorrelation, plan_maps
 
 KINDS = ("semantic", "trajectory")
+_VALUE_BYTES = 4  # of a `MapStore`
 _WHAT = {
     "pearson": "correlation of similarity and hit rate (Pearson)",
     "rise": "hit rate of pairs of iterations",
@@ -29,11 +31,13 @@ class Options:
         measure: `pearson`, the correlation of similarity and hit rate; `rise`, the mean hit rate of pairs in the lowest
             and highest nonempty fifth of similarity; `best`, the mean similarity of the best map; `bytes`, megabytes of
             a store at this capacity.
+        model: model of `recipes/models` whose layers, experts and hidden states `bytes` counts.
     """
 
     data: tuple[str, ...] = ALL
     capacities: tuple[int, ...] = (1024,)
     measure: Literal["pearson", "rise", "best", "bytes"] = "pearson"
+    model: str = ""
 
 
 def run(bench: Workbench, options: Options) -> ExperimentResult:
@@ -41,15 +45,14 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
 
     Source: FineMoE § 4.2.3, § 6.7, § 6.8 (`moetool.training.map_store.plan_maps`).
     """
+    if options.measure == "bytes":
+        return _sizes(options)
     samples = Samples(bench)
     swept = len(options.capacities) > 1
     for seed in bench.seeds:
         trace = samples.use(bench.trace(options.data, fold=seed))
         for capacity in options.capacities:
             made = _report(bench, trace, capacity, seed)
-            if options.measure == "bytes":
-                samples.add(f"{capacity} maps", made.bytes / made.maps * capacity / 1e6)
-                continue
             for kind, likeness in zip(KINDS, (made.meaning, made.path), strict=True):
                 if likeness is None:
                     raise CannotTestError(f"{trace.path} has no embeddings")
@@ -58,17 +61,37 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
                 if options.measure in ("pearson", "rise") and not swept:
                     filled = [each for each in likeness.bins if each[3]]
                     samples.draw(kind, [each[0] for each in filled], [100 * each[2] for each in filled])
-    unit = {"pearson": "", "rise": "%", "best": "", "bytes": "MB"}[options.measure]
+    unit = "%" if options.measure == "rise" else ""
     axes = ("similarity of the iterations, from", "hit rate, %")
     if swept:
         axes = ("maps in the store", f"{_WHAT[options.measure]}, {unit}".removesuffix(", "))
-        for kind in ("", *(f"{kind}, " for kind in KINDS)):
-            labels = [f"{kind}{capacity} maps" for capacity in options.capacities]
+        for kind in KINDS:
+            labels = [f"{kind}, {capacity} maps" for capacity in options.capacities]
             if labels[0] in samples.values:
-                rows = [samples.values[label] for label in labels]
-                samples.sweep(kind.removesuffix(", ") or "all maps", options.capacities, rows)
+                samples.sweep(kind, options.capacities, [samples.values[label] for label in labels])
     on = "maps of the training requests, iterations of held-out ones"
-    return samples.found(_WHAT[options.measure], unit, on, axes=axes, exact=options.measure == "bytes")
+    return samples.found(_WHAT[options.measure], unit, on, axes=axes)
+
+
+def _sizes(options: Options) -> ExperimentResult:
+    """Count the bytes of stores of a model's maps: a value per layer and expert, and an embedding each."""
+    model = read_named_model(options.model)
+    values = {"maps": model.layers * model.experts, "maps with embeddings": model.layers * model.experts + model.hidden}
+    sizes = {
+        (capacity, what): capacity * each * _VALUE_BYTES / 1e6
+        for capacity in options.capacities
+        for what, each in values.items()
+    }
+    curves = {what: [(options.capacities, tuple(sizes[one, what] for one in options.capacities))] for what in values}
+    return ExperimentResult(
+        values={f"{capacity} {what}": [size] for (capacity, what), size in sizes.items()},
+        what=_WHAT["bytes"],
+        unit="MB",
+        on=f"maps of {model.name}, counted",
+        curves=curves,
+        axes=("maps in the store", f"{_WHAT['bytes']}, MB"),
+        exact=True,
+    )
 
 
 def _report(bench: Workbench, trace: Trace, capacity: int, seed: int) -> MapReport:

@@ -26,7 +26,7 @@ from moetool.bench.paper.paper_run import (
     with_links,
 )
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
-from moetool.bench.paper.verdict import Check, Verdict, ceilings, derive, interval, judge
+from moetool.bench.paper.verdict import SPREAD, Check, Verdict, ceilings, derive, interval, judge
 from moetool.bench.paper.workbench import Workbench, code_files, parsed, requests_of
 from moetool.costing.machines import read_named_model
 from moetool.costing.pricing import Prices
@@ -83,7 +83,10 @@ def test_a_verdict_follows_from_values() -> None:
     assert _judge(check, ours=[1.0, 2.0], theirs=[1.5, 1.9]).answer == "undecided"
     assert _judge(check, ours=[1.0, 1.0], theirs=[1.0, 1.0]).answer == "undecided"  # no effect
     near = _judge(check, ours=[1.0, 1.001, 0.999], theirs=[1.005, 1.006, 1.004])
-    assert near.answer == "undecided"  # a difference of half a per cent is none
+    assert near.answer == "undecided"  # a difference of half a per cent is none, however many seeds there are
+    assert near.why == "by less than 1 %: ours < theirs"
+    both = _judge(Check(lowest="ours"), ours=[1.0, 1.001, 0.999], theirs=[1.005, 1.006, 1.004], wide=[0.5, 1.0, 3.0])
+    assert both.why == f"{SPREAD}: ours < wide; by less than 1 %: ours < theirs"
     alone = _judge(check, ours=[1.0], theirs=[2.0])
     assert (alone.answer, alone.why) == ("undecided", "one run: ours < theirs")
     # Paired: what varies from seed to seed in both alike hides nothing.
@@ -193,6 +196,9 @@ def test_what_decides_a_claim_must_be_as_in_the_paper() -> None:
     assert decided_elsewhere(over, replace(found, experts=(16, 4)), model) == ""
     assert decided_elsewhere(over, replace(found, whole_layers=()), model) == ""
     assert decided_elsewhere(replace(over, check=Check(order=("ours", "layers"))), found, model) == ""
+    shares = replace(over, needs=("top_k",), check=Check(lowest="ours"))
+    assert decided_elsewhere(shares, replace(found, experts=(8, 2)), model) == ""
+    assert "4 experts here and 2 in Mixtral" in decided_elsewhere(shares, replace(found, experts=(16, 4)), model)
     sized = replace(over, needs=("size",), check=Check(lowest="ours"))
     assert decided_elsewhere(sized, replace(found, expert_bytes=23_000_000_000), model) == ""
     assert "18.9 MB" in decided_elsewhere(sized, replace(found, expert_bytes=18_900_000), model)

@@ -145,13 +145,19 @@ def test_swept_edge_servers_and_store_capacities_give_curves(tmp_path: Path, giv
     )
     assert found.curves["3 GPUs"][0][1][1] == found.values["3 GPUs, 200Mbps"][0]
     assert found.axes == ("link, Mbit/s", "mean latency per request, s")
-    spec = make_spec(LAYERS, EXPERTS, TOP_K)
-    kept = ("topk", "logits", "embeddings")
-    scored = write_trace(tmp_path / "scored", spec, num_requests=8, keep=kept)
-    store = map_quality.Options(capacities=(4, 8), measure="bytes")
-    found = map_quality.run(replace(bench, given={"scored": scored}), store)
-    assert found.curves["all maps"][0][0] == (4.0, 8.0)
-    assert found.axes == ("maps in the store", "size of the store, MB")
+
+
+def test_stores_of_maps_have_the_bytes_of_the_named_model(tmp_path: Path) -> None:
+    """Of the paper's three models, Qwen1.5-MoE's maps are the largest, though its embeddings are the smallest."""
+    options = map_quality.Options(capacities=(1024, 32768), measure="bytes", model="qwen1.5-moe-a2.7b")
+    found = map_quality.run(_bench(tmp_path, {}), options)
+    assert found.exact and found.values["32768 maps"] == [pytest.approx(32768 * 24 * 60 * 4 / 1e6)]
+    assert found.values["32768 maps with embeddings"] == [pytest.approx(32768 * (24 * 60 + 2048) * 4 / 1e6)]
+    assert found.curves["maps"][0] == ((1024, 32768), (found.values["1024 maps"][0], found.values["32768 maps"][0]))
+    largest = {}
+    for model in ("mixtral-8x7b", "phi-3.5-moe", "qwen1.5-moe-a2.7b"):
+        (largest[model],) = map_quality.run(_bench(tmp_path, {}), replace(options, model=model)).values["32768 maps"]
+    assert max(largest, key=largest.__getitem__) == "qwen1.5-moe-a2.7b"
 
 
 def test_routes_take_the_shape_of_a_model_with_fewer_experts_a_layer(tmp_path: Path) -> None:
@@ -262,6 +268,11 @@ def test_migration_and_planning_cost_as_on_the_named_machine(tmp_path: Path, giv
     assert found.values["planned, 1000 ms"][0] == pytest.approx(1000 + free, rel=1e-3)
     assert [x for x, _ in found.curves["planned"]] == [(500.0, 1000.0)] * 2
     assert "DeepSeek-V2-Lite on 8 x H200" in found.on and found.experts == (EXPERTS, TOP_K)
+    grouped, apart = (
+        expert_parallel.run(bench, expert_parallel.Options(**common, machine="h200-node", grouped=one)).values["free"]
+        for one in (True, False)
+    )
+    assert all(a < b for a, b in zip(grouped, apart, strict=True))
     with refused(UsageError, "no link"):
         expert_parallel.run(bench, expert_parallel.Options(**common, machine="rtx-3080"))
     with refused(CannotTestError, 256):
