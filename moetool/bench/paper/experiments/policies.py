@@ -9,6 +9,7 @@ import numpy as np
 
 from moetool.bench.experiment_figure import Curve, ExperimentResult
 from moetool.bench.paper.assumed_machine import AssumedMachine
+from moetool.bench.paper.experiments.edge_servers import shaped
 from moetool.bench.paper.named_machine import changed
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError, require
@@ -66,6 +67,7 @@ class Options:
         along: an abscissa for each line, such as a distance: one curve for all lines, or one for each name before a
             comma. Three or more sizes of memory or batches give curves too.
         axis: label of that abscissa.
+        shape: model of `recipes/models` whose experts per layer and top-k the routes get (default: the trace's).
         machine: costs that replace those of the recipe's machine, or another machine and model by name.
     """
 
@@ -77,6 +79,7 @@ class Options:
     measure: Literal["hits", "ttft", "tpot", "sides", "latency", "speed"] = "hits"
     along: Mapping[str, float] = field(default_factory=dict)
     axis: str = ""
+    shape: str = ""
     machine: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -136,8 +139,9 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
             trace = bench.trace(
                 options.data, batch=batch, fold=fold, resident=options.memory[0] if look_through(options.lines) else 0.0
             )
-            samples.use(trace)
+            trace = samples.use(shaped(bench, trace, options.shape))
             learned = bench.others(options.data, fold) if options.apart else None
+            learned = learned and shaped(bench, learned, options.shape)
             measured_on = measured_on if learned is None else "all"
             for memory in options.memory:
                 for name, line in options.lines.items():

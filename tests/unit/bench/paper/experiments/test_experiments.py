@@ -168,6 +168,9 @@ def test_routes_take_the_shape_of_a_model_with_fewer_experts_a_layer(tmp_path: P
     shaped = edge_servers.shaped(bench, trace, "mixtral-8x7b")
     assert (shaped.spec.num_experts_L, shaped.spec.top_k_L) == ((8,) * 4, (2,) * 4)
     assert shaped.spec.total_experts == spec.total_experts and len(shaped.requests) == 3
+    lines = {"MoESys": policies.PolicyLine(policy="moesys")}
+    replayed = policies.run(bench, policies.Options(lines=lines, memory=(0.5,), shape="mixtral-8x7b"))
+    assert replayed.experts == (8, 2)
     for old, new in zip(trace.batches(["logits"]), shaped.batches(), strict=True):
         assert old.logits_TF is not None and (old.phase_T == new.phase_T).all()
         for layer in range(4):
