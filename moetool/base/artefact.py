@@ -1,6 +1,7 @@
 """Self-describing JSON files: plans and profiles begin with their kind, schema version and maker."""
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -13,6 +14,15 @@ from moetool.base.types import ModelSpec
 
 MAX_BYTES = 64 << 20
 """Maximum bytes of a plan or profile: a placement on 64 GPUs takes 1 MB."""
+
+
+def kind_of(path: Path) -> str | None:
+    """Return the kind of a plan or profile in words, by its first bytes; None for other files and directories."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        found = re.match(rb'\s*\{\s*"kind": "(\w+)"', file.read(100))
+    return found[1].decode().replace("_", " ") if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

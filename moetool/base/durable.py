@@ -99,7 +99,8 @@ def require_writable(path: Path) -> None:
         raise UsageError(f"{path} is a directory, expected the name of a file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
+        code = errno.EROFS if os.statvfs(path.parent).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(code, os.strerror(code), str(path.parent))
     trial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
         trial.touch()

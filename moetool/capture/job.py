@@ -286,8 +286,9 @@ def read_prompts(prompts: Iterable[Prompt], checkpoint: Checkpoint, options: Cap
     if not items:
         context = "any length" if max_context is None else f"{max_context:,}"
         raise CapacityError(
-            f"no prompt fits ({number:,} in all): the longest has {longest[0]:,} tokens, {longest[1]} "
-            f"new ones are requested, but the model's context holds {context}; give shorter prompts"
+            f"no prompt fits ({number:,} in all): the longest has {longest[0]:,} tokens, {longest[1]:,} "
+            f"new ones are requested, but the model's context holds {context}; give shorter prompts or a smaller "
+            "--max-new-tokens"
         )
     return ReadPrompts(items, too_long, empty, tuple(refused))
 

@@ -41,7 +41,7 @@ class RemoteServer:
     concurrency: int = 1
 
     def __post_init__(self) -> None:
-        if not re.match(r"https?://[^/]+", self.url):
+        if not re.match(r"https?://(\[[^]/]+\]|[^][/]+)(:\d+)?(/|$)", self.url):
             raise UsageError(f"--server {self.url!r}: expected an address such as http://127.0.0.1:8000")
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -62,7 +62,9 @@ class RemoteServer:
         except urllib.error.HTTPError as error:
             reply = error.read(300).decode(errors="replace").replace("\n", " ")
             raise MoetoolError(f"{address} answers {error.code} ({reply or error.reason})") from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except ValueError:
+            raise MoetoolError(f"{address} answers no JSON; give the address of an engine's server") from None
+        except (OSError, http.client.HTTPException) as error:
             raise MoetoolError(f"{address} does not answer ({first_line(error)}); is the server running?") from None
 
     def _opener(self) -> urllib.request.OpenerDirector:

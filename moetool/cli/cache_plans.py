@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moetool.base import durable, tables
-from moetool.base.config import parse, parse_bytes, parse_seconds, parse_settings
+from moetool.base.config import parse, parse_seconds, parse_settings
 from moetool.base.errors import UsageError
 from moetool.cli.flags import (
     Jobs,
@@ -25,6 +25,7 @@ from moetool.cli.flags import (
     TraceDir,
     find_overlap,
     listed,
+    memory_bytes,
     note,
     open_predictor,
     open_trace,
@@ -104,6 +105,7 @@ def plan_cache(
     target_s = None if target_tpot is None else parse_seconds(target_tpot)
     if target_s is not None and profile is None:
         raise UsageError("--target-tpot depends on the machine; give its costs with --profile FILE")
+    given_bytes = memory_bytes("--device-memory", device_memory)
     source = open_trace(trace)
     values = parse_settings(settings)
     machine = values.pop("timeline", {})
@@ -130,7 +132,7 @@ def plan_cache(
     costs, timeline = read_timeline(
         profile, machine, device=options.device, dtype=options.dtype, io_threads=options.io_threads, tier=tier
     )
-    limit = free_device_bytes(checkpoint, options) if device_memory is None else parse_bytes(device_memory)
+    limit = given_bytes or free_device_bytes(checkpoint, options)
     memory = device_budget(checkpoint, options, values, limit)
     loaded = open_predictor(predictor)
     predicts = NO_PREDICTOR
@@ -245,11 +247,11 @@ def plan_alpha(
     serve = values.pop("serve", {})
     if isinstance(serve, dict):
         serve |= {} if device is None else {"device": device}
-        serve |= {} if host_memory is None else {"host_memory_bytes": parse_bytes(host_memory)}
+        serve |= {} if host_memory is None else {"host_memory_bytes": memory_bytes("--host-memory", host_memory)}
     parse(ServeOptions, serve, "--set serve")  # refuse bad values first
     options = parse(AlphaOptions, values, "--set")
     checkpoint = Checkpoint.open(model)
-    memory = None if device_memory is None else parse_bytes(device_memory)
+    memory = memory_bytes("--device-memory", device_memory)
     setup = choose(checkpoint, serve, device_memory_bytes=memory, policy="smoe")
     for line in tables.aligned(setup.choices):
         note(line)

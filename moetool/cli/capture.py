@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moetool.base import tables
-from moetool.base.config import parse, parse_bytes, parse_settings
+from moetool.base.config import parse, parse_settings
 from moetool.base.errors import MismatchError, UsageError
 from moetool.cli.flags import (
     Json,
@@ -21,6 +21,7 @@ from moetool.cli.flags import (
     ServedDevice,
     ServedHostMemory,
     listed,
+    memory_bytes,
     note,
     settable,
 )
@@ -164,8 +165,8 @@ def capture(
     if device is not None:
         parse_device(device)  # refuse here once, instead of in every worker
     memory = CaptureMemory(
-        device_memory_bytes=None if device_memory is None else parse_bytes(device_memory),
-        host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
+        device_memory_bytes=memory_bytes("--device-memory", device_memory),
+        host_memory_bytes=memory_bytes("--host-memory", host_memory),
         io_threads=io_threads,
         policy=policy,
     )

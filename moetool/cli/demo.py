@@ -51,11 +51,15 @@ def run(out: Path) -> None:
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file, expected a directory or nothing; choose another --out")
+    mark = out / ".moetool_demo"
+    if out.is_dir() and not mark.exists() and any(out.iterdir()):
+        raise UsageError(f"{out} holds files that no demo wrote, and this one may replace them; choose another --out")
     tables.narrate(f"moetool demo: a small Mixture-of-Experts model, from its gate logits to a server. Files: {out}/")
     began = time.perf_counter()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     out.mkdir(parents=True, exist_ok=True)
+    mark.touch()
     recipe = _recipes("capture", "train", "plan", "serve")
 
     _say("1/5", "capture: run the plain model on prompts of seven tasks, write its gate logits to Parquet")

@@ -11,8 +11,8 @@ from typer.models import OptionInfo
 
 from moetool.base import assets, durable, logs, tables
 from moetool.base.bounded_read import read_toml
-from moetool.base.config import parse
-from moetool.base.errors import UsageError, unknown_name
+from moetool.base.config import parse, parse_bytes
+from moetool.base.errors import Problems, UsageError, unknown_name
 
 if TYPE_CHECKING:
     from moetool.base.types import ModelSpec
@@ -213,6 +213,12 @@ def _short_type(kind: Any, info: OptionInfo) -> str:
     if get_origin(kind) is list:
         return "<list>"
     return f"<{kinds[0].__name__.lower()}>"
+
+
+def memory_bytes(option: str, text: str | None) -> int | None:
+    """Parse an option's amount of memory, if given. Raises: UsageError: it is none, with the option's name."""
+    with Problems() as problems, problems.of(f"{option}: "):
+        return None if text is None else parse_bytes(text)
 
 
 def listed(values: list[str]) -> list[str]:

@@ -51,6 +51,7 @@ _UNCHANGED = "what was there before is unchanged"
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"{_UNCHANGED}; free space, or write elsewhere"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or choose another path"),
+    errno.EROFS: "choose another path",
 }
 
 OURS = ("moetool", "predictors")
@@ -222,7 +223,9 @@ def _top(
 
 @app.command(cls=_Command)
 def demo(
-    out: Annotated[Path, typer.Option(help="Output directory; existing files are replaced.")] = Path("moetool-demo"),
+    out: Annotated[Path, typer.Option(help="Output directory; the files of an earlier demo are replaced.")] = Path(
+        "moetool-demo"
+    ),
 ) -> None:
     """Run the whole pipeline on the embedded toy model: capture, train, evaluate, plan, serve, compare."""
     from moetool.cli.demo import run

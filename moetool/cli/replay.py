@@ -1,6 +1,7 @@
 """The command `moetool replay`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +10,7 @@ import typer
 
 from moetool.base import durable, tables
 from moetool.base.config import parse, parse_bytes, parse_settings
-from moetool.base.errors import Problems, UsageError, unknown_name
+from moetool.base.errors import CapacityError, Problems, UsageError, unknown_name
 from moetool.cli.flags import (
     Jobs,
     Json,
@@ -178,7 +179,8 @@ def replay(
     names = [name for name in names if name != SERVED]
     require_policies(names, options)
     automatic = [name for name in known if name not in asked]
-    left_out = too_large(automatic, source.spec, min(budgets), options, devices) if automatic else {}
+    with _of_budget():
+        left_out = too_large(automatic, source.spec, min(budgets), options, devices) if automatic else {}
     names = [name for name in names if name not in left_out]
     priced = with_host_costs(names, options, None if costs is None else Prices(costs, source.spec, timeline))
     splittable = [name for name in names if not computes_on_host(name, priced.get(name, {}))]
@@ -219,7 +221,8 @@ def replay(
                 by_value = [name for name in options if admits_by_value(parse_options(name, options[name]))]
                 published = {name: {**options[name], "admit": "published"} for name in by_value}
                 made = replace(made, options={**options, **published})
-            rows += replay_with_jobs(source, split, budgets, made) if split else []
+            with _of_budget():
+                rows += replay_with_jobs(source, split, budgets, made) if split else []
     chosen = [best([row for row in rows if row.policy in known and row.budget_bytes == b]) for b in budgets if known]
     for name, why in left_out.items():
         tables.narrate(f"moetool: auto leaves out {name}, {why}")
@@ -239,6 +242,15 @@ def replay(
         size = f"{tables.numbered(len(unseen), 'held-out request')} of {len(with_tokens)}"
     title = f"{trace}: {size}{among}"
     replay_table(title, rows, chosen, sized=source.spec.sized).print()
+
+
+@contextmanager
+def _of_budget() -> Iterator[None]:
+    """Name the option in the error of a pool that is too small."""
+    try:
+        yield
+    except CapacityError as error:
+        raise CapacityError(f"--budget is too small: {error}") from None
 
 
 def _draw(file: Path, rows: "Sequence[ReplayRow]", spec: "ModelSpec", all_bytes: int) -> None:

@@ -34,7 +34,10 @@ def simulate(
         typer.Option(help="Arrivals per server: poisson:10s, every:10s, or a file in Azure's or Mooncake's format."),
     ] = "poisson:10s",
     requests: Annotated[
-        int, typer.Option(min=1, help="Number of requests; --sweep gpus=… multiplies it as it does the servers.")
+        int,
+        typer.Option(
+            min=1, max=10_000_000, help="Number of requests; --sweep gpus=… multiplies it as it does the servers."
+        ),
     ] = 200,
     plan: Annotated[Path | None, typer.Option(help="Initial placement plan (default: made by the planner).")] = None,
     profile: Annotated[

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from moetool.base import tables
-from moetool.base.config import parse_bytes
-from moetool.cli.flags import Json, Model, Overwrite, Revision, ServedDevice, listed
+from moetool.cli.flags import Json, Model, Overwrite, Revision, ServedDevice, listed, memory_bytes
 
 
 def verify(
@@ -58,7 +57,7 @@ def verify(
         tokens=tokens,
         device=device or available_device(),
         dtype=dtype,
-        device_memory_bytes=None if device_memory is None else parse_bytes(device_memory),
+        device_memory_bytes=memory_bytes("--device-memory", device_memory),
         layer_by_layer=layer_by_layer,
     )
     with Checkpoint.open(with_revision(model, revision)) as checkpoint:

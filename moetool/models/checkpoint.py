@@ -26,7 +26,7 @@ from moetool.models.experts.moe_layers import MoeLayer, moe_layers, offloaded, s
 from moetool.models.experts.packed_slot import stays_packed
 from moetool.models.experts.scaled_slot import stays_scaled
 from moetool.models.families.config_checks import check_config
-from moetool.models.families.text_part import build_empty, stands_alone
+from moetool.models.families.text_part import build_empty, field_of, stands_alone
 from moetool.models.files.content_hash import content_hashes
 from moetool.models.files.hub import snapshot_name
 from moetool.models.files.location import locate, locate_config
@@ -543,7 +543,7 @@ def _fault_of_files(folder: Path, error: Exception) -> str:
         except (OSError, ValueError) as fault:
             return f"its {file.name} is damaged ({first_line(fault)}); download it again"
     lacks = "" if (folder / "tokenizer.json").is_file() else "there is no tokenizer.json, and of its other files: "
-    return f"{lacks}{first_line(error)} (read: {', '.join(file.name for file in files) or 'none'})"
+    return f"{lacks}{first_line(error)} (read: {', '.join(file.name for file in files) or 'none'}); download them again"
 
 
 def read_fast_tokenizer(folder: Path) -> Any:
@@ -620,13 +620,15 @@ def _parse_config(path: Path, file: Path, raw: dict[str, Any]) -> Any:
             "it, but trace it by capture --server or trace import --set model=PATH; 'moetool models' lists those that "
             "run"
         )
+    if not isinstance(raw.get("quantization_config") or {}, dict):
+        raise MismatchError(f"{file}: quantization_config is no object; correct it, or download the model again")
     try:
         values = PreTrainedConfig._decode_special_floats(copy.deepcopy(raw | {"model_type": model_type}))
         config = CONFIG_MAPPING[model_type].from_dict(values, name_or_path=str(path))
         text = config.get_text_config()
     except Exception as error:  # transformers' config classes raise any error
         raise MismatchError(
-            f"cannot read {file}: {first_line(error)}; correct it, or download the model again"
+            f"cannot read {file}: {field_of(raw, error)}{first_line(error)}; correct it, or download the model again"
         ) from None
     if not isinstance(text, PreTrainedConfig):
         raise MismatchError(f"{file} has a text part, but {model_type} models have none; download the model again")

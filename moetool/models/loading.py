@@ -427,7 +427,10 @@ def fill(
             parameter = parameters.get(name)
             if parameter is None or value.shape != parameter.shape:
                 expected = None if parameter is None else list(parameter.shape)
-                raise MismatchError(f"{file}: {name} has shape {list(value.shape)}, expected {expected} by the config")
+                raise MismatchError(
+                    f"{file}: {name} has shape {list(value.shape)}, expected {expected} by the config; correct the "
+                    "config, or download the model again"
+                )
             _put(model, name, value.to(device))
 
 

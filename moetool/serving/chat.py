@@ -40,8 +40,12 @@ class Conversation:
     num_dropped: int = 0
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
+            known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # no number in place of the port, or half an IPv6 address
+            known = False
+        if not known:
             raise UsageError(f"{self.url!r} is not a server address; expected http://HOST:PORT")
         self._https, self._place = parts.scheme == "https", parts.netloc
         self._base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
@@ -123,7 +127,9 @@ class Conversation:
                 f"the certificate of {self.url} is not trusted: {error.verify_message}; to trust it, set SSL_CERT_FILE "
                 "to its PEM file"
             ) from None
-        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError):
+            raise MoetoolError(f"{self.url} answers otherwise than an OpenAI server; give the URL of one") from None
+        except (OSError, http.client.HTTPException) as error:
             closed = isinstance(error, http.client.RemoteDisconnected) and not self._https
             advice = "; if it serves HTTPS, write https://" if closed else ""
             if isinstance(error, ConnectionRefusedError):

@@ -122,8 +122,9 @@ def resize(cluster: Cluster, num_gpus: int) -> Cluster:
 
 
 def _whole(name: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < (name == "gpus"):
-        raise UsageError(f"--sweep {name}: found {text!r}, expected a whole number")
+    least = int(name == "gpus")
+    if not text.isdecimal() or int(text) < least:
+        raise UsageError(f"--sweep {name}: found {text!r}, expected a whole number, {least} or more")
     return int(text)
 
 

@@ -30,6 +30,7 @@ import pyarrow.parquet as pq
 
 from moetool.base import config, durable
 from moetool.base import validation as check
+from moetool.base.artefact import kind_of
 from moetool.base.bounded_read import require_itself
 from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line
 from moetool.base.json_files import decode_json, read_bounded
@@ -54,6 +55,8 @@ BATCH_TOKENS = 8192
 COMPOSITIONS = ("sequential", "batch", "log", "mixed")
 _REQUESTS = "requests.parquet"
 _VOCABULARY = "vocabulary.parquet"
+_OTHERS = {"card.json": "a predictor", "config.json": "a model"}
+"""A file in the directory of something that is no trace."""
 _ROWS_A_BYTE = 64
 """Maximum rows per byte of Parquet: files with more are made to exhaust memory."""
 
@@ -130,6 +133,8 @@ class Trace:
 
     def __init__(self, path: str | Path) -> None:
         self.path = path = Path(path)
+        if kind := kind_of(path):
+            raise UsageError(f"{path} holds a {kind}, expected a trace; give the directory of one")
         if path.is_file():
             raise UsageError(f"{path} is one file, not a trace; make one with: moetool trace import {path} --out DIR")
         if not path.is_dir():
@@ -149,6 +154,8 @@ class Trace:
         except FileNotFoundError:
             if (self.path.parent / MANIFEST).is_file():
                 raise UsageError(f"{self.path} is a part of a trace; give the trace: {self.path.parent}") from None
+            if kind := next((kind for file, kind in _OTHERS.items() if (self.path / file).is_file()), None):
+                raise UsageError(f"{self.path} is {kind}, expected a trace; give the directory of one") from None
             raise MismatchError(
                 f"{self.path} is incomplete: it has no manifest.json (an interrupted capture leaves none); capture "
                 f"again"

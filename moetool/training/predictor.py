@@ -366,7 +366,7 @@ def load_predictor(path: str | Path, options: Mapping[str, Mapping[str, Any]] | 
         predictor = made(card["options"])
     except UsageError as error:
         raise MismatchError(
-            f"{path} needs a module that is not installed here ({error}); install it, or {again}"
+            f"{path} cannot be built by what is installed here ({error}); install what it needs, or {again}"
         ) from None
     if own := (options or {}).get(predictor.name):
         if not isinstance(own, Mapping):

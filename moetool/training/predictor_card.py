@@ -36,6 +36,10 @@ def read_card(path: Path, again: str) -> dict[str, Any]:
         UsageError: there is no such folder.
         MismatchError: it is not a predictor of this schema version, or its card is invalid.
     """
+    if path.is_file():
+        raise UsageError(
+            f"{path} is one file, not a predictor; make one with: moetool train PREDICTOR --trace DIR --out NEW"
+        )
     if not path.is_dir():
         raise UsageError(f"no predictor at {path}; make one with: moetool train expert_mlp --trace DIR --out {path}")
     try:

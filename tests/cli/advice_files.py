@@ -276,6 +276,12 @@ def of_the_reference(folder: Path) -> None:
     make_profile(Checkpoint.open("reference").spec, compute(dtype="bfloat16")).save(folder / "c.json")
 
 
+def headerless(folder: Path) -> None:
+    """A table of layer, expert and token without a header."""
+    rows = [f"{layer},{expert + layer},{token}" for token in (0, 1) for layer in (0, 1) for expert in (2, 3 + token)]
+    (folder / "own.csv").write_text("\n".join(rows) + "\n")
+
+
 def draft_head(folder: Path) -> None:
     """Colibri's routes of a prompt, in which the draft head's layer has the most rows."""
     rows = [(layer, row) for layer, count in ((4, 2), (5, 2), (6, 3)) for row in range(count)]

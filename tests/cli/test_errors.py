@@ -8,6 +8,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -28,6 +32,25 @@ def short_trace(trace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from moetool.trace.reader import Trace
 
     return head(Trace(trace), tmp_path_factory.mktemp("short") / "trace", requests=6).path
+
+
+class _WebPage(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>It works!</html>")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def web_pages() -> Iterator[str]:
+    """A server that answers everything with a web page; its URL."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _WebPage) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def _one_line(result: tuple[int, str, str], code: int, *parts: str) -> None:
@@ -277,7 +300,9 @@ def test_unknown_predictor(run: Run, trace: Path, tmp_path: Path) -> None:
 
 
 def test_a_pool_below_the_smallest_legal(run: Run, trace: Path, tmp_path: Path) -> None:
-    _one_line(run("replay", "--trace", trace, "--policy", "lru", "--budget", "100kB"), 4, "smallest legal pool has 2")
+    for policy in ("lru", "auto"):
+        small = run("replay", "--trace", trace, "--policy", policy, "--budget", "100kB")
+        _one_line(small, 4, "--budget is too small", "smallest legal pool has 2")
     _one_line(run("serve", "reference", "--device-memory", "3MB", "--port", 0), 4, "it needs at least 5.5 MB")
     plan = ("plan", "cache", "--trace", trace, "--device-memory", "3MB", "--out", tmp_path / "plan.json")
     _one_line(run(*plan), 4, "--device-memory 3.0 MB is too small for", "expert slots")
@@ -330,6 +355,84 @@ def test_no_trace(run: Run, tmp_path: Path) -> None:
     _one_line(run("trace", "info", tmp_path / "none"), 2, "no trace at", "moetool capture")
     (tmp_path / "empty").mkdir()
     _one_line(run("trace", "info", tmp_path / "empty"), 3, "no manifest.json")
+
+
+def test_something_else_in_the_place_of_a_trace_or_predictor(run: Run, reference: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"kind": "cache_plan", "schema_version": 1}')
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "card.json").write_text("{}")
+    for path, what in ((plan, "holds a cache plan"), (tmp_path / "p", "is a predictor"), (reference, "is a model")):
+        _one_line(run("advise", path), 2, f"{path} {what}, expected a trace")
+    _one_line(run("evaluate", plan, "--trace", plan), 2, f"{plan} is one file, not a predictor", "--out NEW")
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ("0,1,0\n0,2,0\n", "read as llamacpp_moe_profile: rows of whole numbers without a header"),
+        ("layer,expert,token\n0,1,0\n0,1,0\n", "gives token 0 the experts [1, 1], expected 2 different ones; record"),
+        ("layer,expert,token\n0,99,0\n", "uses expert 99, expected 0 to 7; give the right num_experts, or record"),
+        ("layer,expert,token\n0,1.5,0\n", "has values in expert that are not whole numbers"),
+        ("layer,expert,token\n0,1\n", "is not a complete table"),
+        ("layer,expert,token\n0,99999999999,0\n", "expected numbers from 0 to 2,147,483,647"),
+        ("layer,expert,token\n", "has no rows, expected some; record again"),
+    ],
+)
+def test_a_table_with_one_mistake(run: Run, tmp_path: Path, rows: str, says: str) -> None:
+    (tmp_path / "own.csv").write_text(rows)
+    sizes = ("--set", "num_experts=8", "--set", "expert_bytes=10")
+    result = run("trace", "import", tmp_path / "own.csv", *sizes, "--out", tmp_path / "t")
+    _one_line(result, 3, says, "--format chooses another")
+    assert "download the file again" not in result[2] and not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "ftp://127.0.0.1"])
+def test_an_address_that_none_can_have(run: Run, tmp_path: Path, url: str) -> None:
+    _one_line(run("chat", url), 2, f"{url!r} is not a server address")
+
+
+def test_a_server_of_web_pages(run: Run, tmp_path: Path) -> None:
+    capture = ("capture", "reference", "--data", "chat", "--max-prompts", 1, "--out", tmp_path / "t")
+    _one_line(run(*capture, "--server", "http://[::1"), 2, "expected an address such as")
+    with web_pages() as url:
+        _one_line(run("chat", url), 1, "answers otherwise than an OpenAI server; give the URL of one")
+        _one_line(run(*capture, "--server", url), 1, "answers no JSON; give the address of an engine's server")
+
+
+def test_a_file_system_that_is_read_only(
+    run: Run, short_trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No change of permissions would help there."""
+    whole = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result([*whole[:8], os.ST_RDONLY, *whole[9:]]))
+    plan = ("plan", "cache", "--trace", short_trace, "--out", tmp_path / "plan.json")
+    _one_line(run(*plan), 1, "Read-only file system", "choose another path")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("dtype", "float7", "config.json: dtype: module 'torch' has no attribute 'float7'; correct it"),
+        ("hidden_act", "gelu_banana", "config.json: hidden_act: 'gelu_banana'"),
+        ("quantization_config", "awq", "config.json: quantization_config is no object; correct it"),
+    ],
+)
+def test_a_config_with_a_value_that_is_none(
+    run: Run, reference: Path, tmp_path: Path, field: str, value: str, says: str
+) -> None:
+    config = json.loads((reference / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+    assert says in run("fit", tmp_path)[2]
+
+
+def test_weights_that_link_to_nothing(run: Run, reference: Path, tmp_path: Path) -> None:
+    """As in a copy of the hub's cache without its blobs."""
+    model = tmp_path / "m"
+    shutil.copytree(reference, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    (model / "model.safetensors").symlink_to("../../blobs/5d")
+    _one_line(run("serve", model, "--port", 0), 2, "model.safetensors links to a file that is gone", "cp -rL")
 
 
 def test_corrupt_parquet(run: Run, trace: Path, tmp_path: Path) -> None:
@@ -450,6 +553,7 @@ def test_outputs_that_cannot_be_written(run: Run, short_trace: Path, tmp_path: P
     _one_line(run(*capture, file / "t"), 1, "what was there before is unchanged")
     _one_line(run(*capture, tmp_path / "new", "--overwrite"), 2, "moetool did not write it")
     _one_line(run("demo", "--out", file), 2, "is a file")
+    _one_line(run("demo", "--out", short_trace), 2, "holds files that no demo wrote")
     _one_line(run("serve", "reference", "--port", 0, "--log", short_trace), 2, "exists already")
 
 
@@ -460,6 +564,12 @@ def test_numbers_that_make_no_sense(run: Run, trace: Path, tmp_path: Path) -> No
     _one_line(run(*train, "--set", "fit=3"), 2, "expected options by name")
     replay = ("replay", "--trace", trace)
     _one_line(run(*replay, "--policy", "", "--budget", "50%"), 2, "names nothing")
+    for command in (("capture", "reference", "--data", "chat"), ("plan", "cache", "--trace", trace)):
+        negative = run(*command, "--device-memory=-20MB", "--out", tmp_path / "t")
+        _one_line(negative, 2, "--device-memory: '-20MB' is not an amount of memory")
+    simulate = ("simulate", "--trace", f"server={trace}", "--cluster", "1x1GB", "--planner", "uniform")
+    _one_line(run(*simulate, "--requests", 10**20), 2, "'--requests'", "10000000")
+    _one_line(run(*simulate, "--sweep", "gpus=0"), 2, "found '0', expected a whole number, 1 or more")
 
 
 def test_batches_are_shared_in_one_way(run: Run, tmp_path: Path) -> None:

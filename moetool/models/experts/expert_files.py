@@ -134,7 +134,8 @@ class ExpertWeights:
             raise MismatchError(f"{name} is missing from the weight files of {self._path}; download the model again")
         if weight.shape != shape:
             raise MismatchError(
-                f"{self._file_of(weight)}: {name} has shape {list(weight.shape)}, expected {list(shape)} by the config"
+                f"{self._file_of(weight)}: {name} has shape {list(weight.shape)}, expected {list(shape)} by "
+                "the config; correct it, or download the model again"
             )
         for tensor in weight.tensors.values():
             if weight.format == "dense" and tensor.dtype not in FLOATS:

@@ -1,6 +1,8 @@
 """Build a checkpoint's language model, which may be part of a multimodal model."""
 
 import copy
+import re
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,13 +61,19 @@ def build_empty(whole: Any, file: Path, dtype: torch.dtype) -> Any:
         remedy = "install what is missing" if isinstance(error, ImportError) else "a value there is missing or wrong"
         raise UsageError(
             f"transformers cannot build a {text.model_type} model from {file}: "
-            f"{shortened(first_line(error), 200)}; {remedy}"
+            f"{field_of(text.to_dict(), error)}{shortened(first_line(error), 200)}; {remedy}"
         ) from error
     if text.model_type == "granitemoehybrid":
         _require_norm_by_group(model, file)
     if not alone:
         _cut_out_other_parts(model)
     return model
+
+
+def field_of(config: Mapping[str, Any], error: Exception) -> str:
+    """Return the field whose text transformers' error quotes, before the message; empty if there is none."""
+    said = re.findall(r"'([^']+)'", first_line(error))
+    return next((f"{name}: " for name, value in config.items() if isinstance(value, str) and value in said), "")
 
 
 def _require_norm_by_group(model: Any, file: Path) -> None:

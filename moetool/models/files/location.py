@@ -66,7 +66,10 @@ def locate_config(model: str) -> Path:
     if model == REFERENCE or path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return locate(model)
     if re.fullmatch(r"[\w.-]+", model) and not path.exists():
-        raise unknown_name("shape", model, [REFERENCE, *shape_names()])
+        unknown = unknown_name("shape", model, [REFERENCE, *shape_names()])
+        raise UsageError(
+            f"{unknown}; or give a directory with a config.json, a .gguf file or a hub name like org/model"
+        )
     name = _on_hub(
         model,
         f"no config at {model!r}: give a directory with a config.json, that file, a hub name like org/model, or one of "

@@ -111,6 +111,10 @@ def has_weights(folder: Path) -> bool:
 def _weight_files(folder: Path, named: object) -> tuple[tuple[Path, ...], set[str]]:
     """Return a model's safetensors files in order, and the tensors in its index."""
     existing = {path.name for path in folder.glob("*") if path.is_file()}
+    if dangling := sorted(path for path in folder.glob("*.safetensors*") if path.is_symlink() and not path.exists()):
+        raise UsageError(
+            f"{dangling[0]} links to a file that is gone; copy the model with cp -rL, or download it again"
+        )
     index = folder / INDEX
     if choose_weights(existing, str(folder), named) == SINGLE:
         if said := second_set(index, existing, str(folder)):

@@ -122,7 +122,7 @@ def read(path: Path, said: Mapping[str, str], needs: Sequence[str] = ("layer", "
     blank = reduce(pcompute.and_, (pcompute.is_null(table[names[field]]) for field in {*needs, "layer"} & names.keys()))
     table = table.filter(pcompute.invert(blank))
     if not len(table):
-        raise MismatchError(f"{path} has no rows, expected some; download it again")
+        raise MismatchError(f"{path} has no rows, expected some; record again")
     return MappedColumns(table=table, names=names, blank_rows=num_rows - len(table))
 
 
@@ -173,7 +173,9 @@ def read_table(path: Path) -> "pa.Table":
         source = pa.BufferReader(read_whole(path)) if is_gzip(path) else path
         return _json_lines(path, source) if first.lstrip()[:1] == "{" else _delimited(source, first)
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
-        raise MismatchError(f"{path} is not a complete table ({first_line(error)[:200]}); download it again") from None
+        raise MismatchError(
+            f"{path} is not a complete table ({first_line(error)[:200]}); correct it, or download it again"
+        ) from None
 
 
 def _json_lines(path: Path, source: Any) -> "pa.Table":
@@ -219,10 +221,12 @@ def whole_numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarra
     try:
         found: np.ndarray = column.cast(pa.int64()).to_numpy()
     except (pa.ArrowException, ValueError) as error:
-        raise MismatchError(f"{path} has {name} that are not whole numbers ({first_line(error)[:100]})") from None
+        raise MismatchError(
+            f"{path} has values in {name} that are not whole numbers ({first_line(error)[:100]})"
+        ) from None
     if len(found) and not 0 <= found.min() <= found.max() < 2**31:
         wrong = found.min() if found.min() < 0 else found.max()
-        raise MismatchError(f"{path} has the {name} {wrong}, expected numbers from 0")
+        raise MismatchError(f"{path} has the {name} {wrong}, expected numbers from 0 to {2**31 - 1:,}")
     return found
 
 
@@ -233,7 +237,7 @@ def numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarray:
     try:
         found: np.ndarray = column.cast(pa.float32()).to_numpy()
     except (pa.ArrowException, ValueError) as error:
-        raise MismatchError(f"{path} has {name} that are not numbers ({first_line(error)[:100]})") from None
+        raise MismatchError(f"{path} has values in {name} that are not numbers ({first_line(error)[:100]})") from None
     if column.null_count:
         raise MismatchError(f"{path} has {column.null_count:,} empty cells in {name}, expected a number in each")
     return found

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -126,10 +127,24 @@ def import_trace(
         if hasattr(reader, "read_counts"):
             if tokens_as or said.task:
                 raise UsageError(f"{format} holds counts without tokens; leave out --as and --set task")
-            return _write_counts(reader.read_counts(local, facts, **more), local, out, provenance, overwrite)
-        sources = [(file, _sha256(file), reader.read_routes(file, facts, **more)) for file in local]
+            with _naming(format, guessed):
+                counts = reader.read_counts(local, facts, **more)
+            return _write_counts(counts, local, out, provenance, overwrite)
+        with _naming(format, guessed):
+            sources = [(file, _sha256(file), reader.read_routes(file, facts, **more)) for file in local]
         _check_sources(sources, said.task, tokens_as)
         return _write_routes(sources, said, tokens_as, out, provenance, overwrite)
+
+
+@contextmanager
+def _naming(format: str, guessed: str | None) -> Iterator[None]:
+    """Add a detected format to the error of its reader, since another format may be the right one."""
+    try:
+        yield
+    except MismatchError as error:
+        if guessed is None:
+            raise
+        raise MismatchError(f"{error} (read as {format}: {guessed}; --format chooses another)") from None
 
 
 def _reader(

@@ -171,12 +171,15 @@ def check(
         weights = None if weights_TS is None else weights_TS[:, columns]
         if experts.min() < 0 or experts.max() >= num_experts:
             wrong = experts[(experts < 0) | (experts >= num_experts)][0]
-            raise MismatchError(f"{name} uses expert {wrong}, expected 0 to {num_experts - 1}; download the file again")
+            raise MismatchError(
+                f"{name} uses expert {wrong}, expected 0 to {num_experts - 1}; give the right num_experts, or record "
+                "again"
+            )
         ordered = np.sort(experts, axis=1)
         if len(twice := np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))):
             found = experts[twice[0]].tolist()
             raise MismatchError(
-                f"{name} gives row {twice[0]} the experts {found}, expected {top_k} different ones; download it again"
+                f"{name} gives token {twice[0]} the experts {found}, expected {top_k} different ones; record again"
             )
         if weights is None:
             continue
