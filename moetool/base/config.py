@@ -95,6 +95,12 @@ DROPPED = Span(0, 1, below=True)
 """A share of at least 0 and below 1."""
 
 
+MOST_THREADS = 1024
+"""Most threads or processes that an option may ask for."""
+MOST_SEED = 2**32 - 1
+"""The largest seed that every generator takes."""
+
+
 def require_within(options: object, where: str = "", /, **spans: Span) -> None:
     """Check options by name; None passes, and a tuple is checked value by value.
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moetool.base import durable, tables
-from moetool.base.config import parse, parse_seconds, parse_settings
+from moetool.base.config import MOST_SEED, parse, parse_seconds, parse_settings
 from moetool.base.errors import UsageError
 from moetool.cli.flags import (
     Jobs,
@@ -57,7 +57,10 @@ def plan_cache(
         typer.Option(help="Find the least memory that reaches this time per output token, e.g. 80ms; needs --profile."),
     ] = None,
     frontier: Annotated[
-        int, typer.Option(min=0, help="Number of memory sizes on the frontier, from the smallest pool to all experts.")
+        int,
+        typer.Option(
+            min=0, max=1000, help="Number of memory sizes on the frontier, from the smallest pool to all experts."
+        ),
     ] = 3,
     draw: Annotated[
         Path | None, typer.Option(help="Figure of the memory-latency frontier: an .svg, .png or .pdf file.")
@@ -201,7 +204,9 @@ def plan_maps(
         typer.Option(help="Maps to keep: a number, or 2LJ or LJlnLJ/2 for L layers of J experts (default: LJlnLJ/2)."),
     ] = None,
     settings: Annotated[list[str], settable("Option of the predictor expert_map, e.g. source=topk.")] = [],
-    seed: Annotated[int, typer.Option(help="Seed of the split into stored and held-out requests.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MOST_SEED, help="Seed of the split into stored and held-out requests.")
+    ] = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moetool.base import tables
-from moetool.base.config import parse, parse_settings
+from moetool.base.config import MOST_THREADS, parse, parse_settings
 from moetool.base.errors import MismatchError, UsageError
 from moetool.cli.flags import (
     Json,
@@ -73,17 +73,19 @@ def capture(
     dtype: Annotated[
         str | None, typer.Option(help="Compute dtype: float32, bfloat16 or float16 (default: the checkpoint's).")
     ] = None,
-    threads: Annotated[int, typer.Option(min=0, help="Compute threads (0: automatic).")] = 0,
+    threads: Annotated[int, typer.Option(min=0, max=MOST_THREADS, help="Compute threads (0: automatic).")] = 0,
     device_memory: Annotated[
         str | None, typer.Option(help="Memory for weights, KV cache and experts, e.g. 16GB (default: what is free).")
     ] = None,
     device: ServedDevice = None,
     host_memory: ServedHostMemory = None,
     io_threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads that read experts (default: 2, 4 on a GPU).")
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="Threads that read experts (default: 2, 4 on a GPU).")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Cache policy (default: lru, equal slots per layer).")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes that share the batches, one thread each.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, max=MOST_THREADS, help="Worker processes that share the batches, one thread each.")
+    ] = 1,
     cluster: Annotated[
         str | None,
         typer.Option(

@@ -35,7 +35,10 @@ def fit(
         typer.Option(help="Another machine: a name (e.g. pc-rtx-4090-ddr5) or a TOML file (default: this one)."),
     ] = None,
     capture: Annotated[
-        int | None, typer.Option(min=1, help="Prompts of a capture to estimate too, of 256 tokens with 32 new ones.")
+        int | None,
+        typer.Option(
+            min=1, max=10_000_000, help="Prompts of a capture to estimate too, of 256 tokens with 32 new ones."
+        ),
     ] = None,
     as_json: Json = False,
     revision: Revision = None,

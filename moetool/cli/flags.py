@@ -11,7 +11,7 @@ from typer.models import OptionInfo
 
 from moetool.base import assets, durable, logs, tables
 from moetool.base.bounded_read import read_toml
-from moetool.base.config import parse, parse_bytes
+from moetool.base.config import MOST_THREADS, parse, parse_bytes
 from moetool.base.errors import Problems, UsageError, unknown_name
 
 if TYPE_CHECKING:
@@ -116,7 +116,10 @@ TraceDir = Annotated[Path, typer.Option("--trace", help="Trace directory.")]
 Out = Annotated[Path, typer.Option("--out", help="Output directory, written atomically.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite existing output.")]
 Jobs = Annotated[
-    int, typer.Option(min=0, help="Processes that share the replays (0 = one per processor for a large trace).")
+    int,
+    typer.Option(
+        min=0, max=MOST_THREADS, help="Processes that share the replays (0 = one per processor for a large trace)."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 PredictorDir = Annotated[Path | None, typer.Option("--predictor", help="Directory of a trained predictor.")]

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moetool.base import durable, tables
+from moetool.base.config import MOST_THREADS
 from moetool.base.errors import UsageError
 from moetool.cli.flags import Json, Overwrite, Revision, note
 from moetool.models.files.hub import with_revision
@@ -40,7 +41,7 @@ def profile(
         str | None, typer.Option(help="Compute dtype: float32, bfloat16 or float16 (default: the checkpoint's).")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Seconds to measure after one full pass.")] = 120.0,
-    threads: Annotated[int, typer.Option(min=0, help="Compute threads (0: automatic).")] = 0,
+    threads: Annotated[int, typer.Option(min=0, max=MOST_THREADS, help="Compute threads (0: automatic).")] = 0,
     predictor: Annotated[Path | None, typer.Option(help="Directory of a trained predictor to time.")] = None,
     peer: Annotated[
         str | None,

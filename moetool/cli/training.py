@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from moetool.base import tables
-from moetool.base.config import parse, parse_settings
+from moetool.base.config import MOST_SEED, parse, parse_settings
 from moetool.base.errors import UsageError
 from moetool.cli.flags import Json, Out, Overwrite, Recipe, TraceDir, listed, note, settable
 
@@ -37,7 +37,9 @@ def train(
             "fit.trainer.precision=bf16-mixed, ..."
         ),
     ] = [],
-    seed: Annotated[int, typer.Option(help="Seed for the split, initial weights and sample order.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MOST_SEED, help="Seed for the split, initial weights and sample order.")
+    ] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the checkpoint in fit.checkpoint, if there is one.")
     ] = False,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from moetool.base.config import POSITIVE, Span, require_within
+from moetool.base.config import MOST_THREADS, POSITIVE, Span, require_within
 from moetool.base.errors import UsageError, unknown_name
 from moetool.caching.layer_slots import require_pool_form
 from moetool.runtime.sizing import GOOD_CONTEXT
@@ -120,6 +120,7 @@ class ServeOptions:
         if self.host_compute not in HOST_COMPUTE:
             raise unknown_name("host_compute", self.host_compute, HOST_COMPUTE)
         require_within(self, **{name: Span(least) for name, least in _LEAST.items()})
+        require_within(self, threads=Span(0, MOST_THREADS), io_threads=Span(1, MOST_THREADS))
         if self.first_device is not None:
             require_within(self, first_device=Span(0))
         if self.deterministic and self.max_requests > 1:

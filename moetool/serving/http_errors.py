@@ -104,6 +104,10 @@ def describe(error: MoetoolError, path: str = "") -> tuple[int, dict[str, Any]]:
     return status, error_object(str(error), status, path=path)
 
 
+_MOST_FIELDS = 8
+"""Most wrong fields that an error names."""
+
+
 def install(app: FastAPI) -> None:
     """Answer every error of `app` in these forms."""
 
@@ -115,8 +119,12 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        message, param = _explain(error.errors()[0], error.body)
-        return JSONResponse(error_object(message, 400, param, path=request.url.path), 400)
+        first: dict[Any, Any] = {}  # of each field: a union has an error for each of its types
+        for found in error.errors():
+            first.setdefault(found["loc"][1:2], found)
+        messages, params = zip(*(_explain(found, error.body) for found in first.values()), strict=True)
+        message = "; ".join(messages[:_MOST_FIELDS])
+        return JSONResponse(error_object(message, 400, params[0], path=request.url.path), 400)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:

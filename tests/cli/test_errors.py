@@ -560,6 +560,11 @@ def test_outputs_that_cannot_be_written(run: Run, short_trace: Path, tmp_path: P
 def test_numbers_that_make_no_sense(run: Run, trace: Path, tmp_path: Path) -> None:
     for setting in ("kv_tokens=-5", "max_requests=-1", "io_threads=0", "threads=-1"):
         _one_line(run("serve", "reference", "--port", 0, "--set", setting), 2, setting.split("=")[0], "at least")
+        if "threads" in setting:
+            many = f"{setting.split('=')[0]}=99999"
+            _one_line(
+                run("serve", "reference", "--port", 0, "--set", many), 2, f"{many.replace('=', ' is ')}, expected"
+            )
     train = ("train", "expert_mlp", "--trace", trace, "--out", tmp_path / "p")
     _one_line(run(*train, "--set", "fit=3"), 2, "expected options by name")
     replay = ("replay", "--trace", trace)
@@ -567,6 +572,15 @@ def test_numbers_that_make_no_sense(run: Run, trace: Path, tmp_path: Path) -> No
     for command in (("capture", "reference", "--data", "chat"), ("plan", "cache", "--trace", trace)):
         negative = run(*command, "--device-memory=-20MB", "--out", tmp_path / "t")
         _one_line(negative, 2, "--device-memory: '-20MB' is not an amount of memory")
+    capture = ("capture", "reference", "--data", "chat", "--out", tmp_path / "t")
+    planning = ("plan", "cache", "--trace", trace, "--out", tmp_path / "t")
+    for command in (
+        *((*capture, option, 10**20) for option in ("--threads", "--io-threads", "--workers")),
+        *((*train, "--seed", seed) for seed in (-1, 10**20)),
+        *((*planning, option, 10**20) for option in ("--frontier", "--jobs")),
+        ("fit", "reference", "--capture", 10**20),
+    ):
+        _one_line(run(*command), 2, f"'{command[-2]}'", "Input should be")
     simulate = ("simulate", "--trace", f"server={trace}", "--cluster", "1x1GB", "--planner", "uniform")
     _one_line(run(*simulate, "--requests", 10**20), 2, "'--requests'", "10000000")
     _one_line(run(*simulate, "--sweep", "gpus=0"), 2, "found '0', expected a whole number, 1 or more")

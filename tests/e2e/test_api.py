@@ -320,6 +320,13 @@ def test_refused_completions(url: str, param: str, extra: dict[str, Any]) -> Non
     assert (status, body["error"]["param"]) == (400, param)
 
 
+def test_all_wrong_fields_are_named_at_once(url: str) -> None:
+    wrong = {"model": "reference", "prompt": "a", "max_tokens": "a", "temperature": "b", "stop": [1, 2]}
+    error = post(url, "/v1/completions", wrong)[1]["error"]
+    fields = [part.partition(":")[0] for part in error["message"].split("; ")]
+    assert sorted(fields) == ["max_tokens", "stop[0]", "temperature"] and error["param"] == fields[0]
+
+
 def test_too_long_for_the_context(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"maximum context length is 256 tokens, but 310 were") as caught:
         client.completions.create(model="reference", prompt=[5] * 10, max_tokens=300)
