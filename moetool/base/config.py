@@ -28,6 +28,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
     if not isinstance(values, Mapping):
         raise UsageError(f"{where} is {shortened(repr(values))}, expected options by name, such as {where}.name=value")
+    require_64_bits(values, where)
     try:
         return TypeAdapter(with_config(ConfigDict(extra="forbid"))(kind)).validate_python(dict(values))
     except ValidationError as error:
@@ -41,6 +42,15 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
             problems[_MOST_PROBLEMS - 1 : -1] = [f"{len(problems) - _MOST_PROBLEMS} more"]
         short = [said.partition(" known: ")[0].rstrip(";") for said in problems[:-1]]  # the names are listed once
         raise UsageError("; ".join([*short, problems[-1]])) from None
+
+
+def require_64_bits(values: Mapping[str, Any], where: str, path: str = "") -> None:
+    """Raises: UsageError: a whole number exceeds those of arrays and compiled code."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            require_64_bits(value, where, f"{path}{name}.")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise UsageError(f"{where}: {path}{name} is {shortened(value)}, expected a number of at most 64 bits")
 
 
 def _problem(kind: type, found: Mapping[str, Any], where: str) -> str:
@@ -81,10 +91,11 @@ class Span:
         return bool(fits and (value < self.high if self.below else value <= self.high))
 
     def __str__(self) -> str:
-        low = f"above {self.low:g}" if self.above else f"{self.low:g}"
+        low, high = (f"{end:,}" if isinstance(end, int) else f"{end:g}" for end in (self.low, self.high))
+        low = f"above {low}" if self.above else low
         if self.high == math.inf:
             return low if self.above else f"at least {low}"
-        return f"{low} to {'below ' if self.below else ''}{self.high:g}"
+        return f"{low} to {'below ' if self.below else ''}{high}"
 
 
 POSITIVE = Span(0, above=True, below=True)

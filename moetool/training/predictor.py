@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from moetool import __version__
 from moetool.base import durable, plugins
+from moetool.base.config import require_64_bits
 from moetool.base.errors import MismatchError, UsageError, first_line, unknown_name
 from moetool.base.types import GateEvent, ModelSpec
 from moetool.training.fit_options import FitOptions
@@ -284,6 +285,7 @@ def build(name: str, spec: ModelSpec, options: Mapping[str, Any] | None = None) 
         if option not in known:
             fitting = (f"fit.{field.name}" for field in fields(FitOptions))
             raise unknown_name(f"option of {name}", option, [*known, *fitting])
+    require_64_bits(options, name)
     try:
         values = TypeAdapter(module.Options).validate_python(options)
     except ValidationError as error:

@@ -8,6 +8,7 @@ held out.
 
 import contextlib
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -20,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from moetool.base import durable, plugins
-from moetool.base.errors import MoetoolError, UsageError
+from moetool.base.errors import CapacityError, MoetoolError, UsageError, first_line
 from moetool.prediction.unseen_requests import Part
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import prompt_digests
@@ -160,6 +161,7 @@ def train(
         UsageError: no such trace, predictor or option; too few requests or tokens; `out` or a checkpoint exists; the
             checkpoint is to be in `out`; or options of a fit for a predictor without one.
         MismatchError: the trace is damaged or lacks a column, or the checkpoint is damaged or of another fit.
+        CapacityError: the predictor takes more memory than there is.
         MoetoolError: the loss is not finite, or `out` cannot be written.
     """
     durable.require_absent(out, overwrite, "card.json")
@@ -168,7 +170,12 @@ def train(
     options = options_for(predictor, source.columns, options or {})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = build(predictor, source.spec, options)
+        try:
+            model = build(predictor, source.spec, options)
+        except (MemoryError, RuntimeError) as error:
+            if not re.search("alloc|overflow", str(error)):  # torch's words for sizes
+                raise
+            raise CapacityError(f"{predictor} is too large ({first_line(error)}); give smaller options") from None
     source.require(model.needs, predictor)
     if not model.learned and (resume or fit.checkpoint or fit.trainer):
         raise UsageError(f"{predictor} is counted, not fitted; leave out --resume, fit.checkpoint and fit.trainer")

@@ -581,6 +581,16 @@ def test_numbers_that_make_no_sense(run: Run, trace: Path, tmp_path: Path) -> No
         ("fit", "reference", "--capture", 10**20),
     ):
         _one_line(run(*command), 2, f"'{command[-2]}'", "Input should be")
+    replay = (*replay, "--budget", "50%", "--policy")
+    _one_line(run(*replay, "foresight", "--set", "foresight.memory=9999999"), 2, "expected 1 to 1,048,576")
+    _one_line(run(*replay, "moe_infinity", "--set", "moe_infinity.history=9999999"), 2, "expected 1 to 1,048,576")
+    train = ("train", "activation_matrix", "--trace", trace, "--out", tmp_path / "p")
+    for history in (10**15, 2**63 - 1):
+        _one_line(run(*train, "--set", f"history={history}"), 4, "activation_matrix is too large", "smaller options")
+    planning = ("plan", "placement", "--trace", trace, "--cluster", "2x1GB", "--out", tmp_path / "t", "--planner")
+    for setting, planner in {"processes": "director", "nodes": "moetuner", "c_max": "annealing"}.items():
+        _one_line(run(*planning, planner, "--set", f"{setting}={2**63 - 1}"), 2, f"{setting} is", "expected")
+        _one_line(run(*planning, planner, "--set", f"{setting}={2**63}"), 2, f"{setting} is", "at most 64 bits")
     simulate = ("simulate", "--trace", f"server={trace}", "--cluster", "1x1GB", "--planner", "uniform")
     _one_line(run(*simulate, "--requests", 10**20), 2, "'--requests'", "10000000")
     _one_line(run(*simulate, "--sweep", "gpus=0"), 2, "found '0', expected a whole number, 1 or more")

@@ -37,8 +37,8 @@ class Options:
     waste: float = 2.0
 
     def __post_init__(self) -> None:
-        one = Span(1)
-        require_within(self, "policy foresight: ", memory=one, neighbours=one, refresh=one, waste=Span(0))
+        rows = Span(1, 2**20)
+        require_within(self, "policy foresight: ", memory=rows, neighbours=rows, refresh=Span(1), waste=Span(0))
 
 
 class Policy(policy.Policy):

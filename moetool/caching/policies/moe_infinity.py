@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moetool.base.errors import UsageError
+from moetool.base.config import Span, require_within
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.caching.policies import _lfu_ahead
 from moetool.prediction.request_matrices import ActivationMatrices
@@ -25,10 +25,7 @@ class Options(_lfu_ahead.AheadOptions):
     distance: int = 3
 
     def __post_init__(self) -> None:
-        if self.history < 1 or self.distance < 1:
-            raise UsageError(
-                f"policy moe_infinity: history is {self.history} and distance {self.distance}, expected at least 1"
-            )
+        require_within(self, "policy moe_infinity: ", history=Span(1, 2**20), distance=Span(1))
 
 
 class Policy(_lfu_ahead.LfuAhead):

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from moetool.base.child_process import end_with_parent
-from moetool.base.errors import CapacityError, UsageError
+from moetool.base.config import MOST_THREADS, Span, require_within
+from moetool.base.errors import CapacityError
 from moetool.placement.expert_copies import CopySearch
 from moetool.placement.local_search import Descent, Layer, improve
 from moetool.placement.planner import Problem, filled, layer_slots
@@ -92,11 +93,11 @@ def place(problem: Problem, options: Options) -> np.ndarray:
           placement.
 
     Raises:
-        UsageError: an option is negative, or `processes` is 0.
+        UsageError: an option is negative, or `processes` not between 1 and 1,024.
         CapacityError: `c_max` does not cover every expert.
     """
-    if min(options.kicks, options.relaxation, options.seconds) < 0 or options.processes < 1:
-        raise UsageError("director needs kicks, relaxation and seconds >= 0, and processes >= 1")
+    zero = Span(0)
+    require_within(options, kicks=zero, relaxation=zero, seconds=zero, processes=Span(1, MOST_THREADS))
     ends = _after(options.seconds)
     room_GL = layer_slots(problem, options.c_max)
     copied = options.replicas and problem.start_GLE is None and (room_GL.sum(axis=0) > problem.spec.num_experts_L).all()

@@ -24,7 +24,7 @@ class Options:
     nodes: int = 200
 
     def __post_init__(self) -> None:
-        require_within(self, "moetuner: ", tolerance=Span(0), nodes=Span(1))
+        require_within(self, "moetuner: ", tolerance=Span(0), nodes=Span(1, 2**31 - 1))
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:

@@ -222,6 +222,8 @@ def test_all_wrong_settings_are_named_at_once_and_the_known_ones_listed_once() -
         parse(_Settings, {"other": 1}, "--set")
     with refused(UsageError, "parts.0.size: Field required", "mean 'parts.0.size'", "parts.1.size: Field required"):
         parse(_Settings, {"parts": [{"sze": 1}, {}]}, "--set")
+    with refused(UsageError, "--set: parts.size is -99999999999999999999, expected a number of at most 64 bits"):
+        parse(_Settings, {"tokens": 1, "parts": {"size": -99999999999999999999}}, "--set")
     with refused(UsageError, "option 'x6'", "92 more", "unknown option 'x99' of --set; known: mode") as error:
         parse(_Settings, {f"x{i}": 1 for i in range(100)}, "--set")
     assert "'x7'" not in str(error.value)

@@ -228,5 +228,5 @@ def test_moe_infinity_matches_are_cosines_of_the_matrices_so_far() -> None:
 
 
 def test_moe_infinity_refuses_to_remember_nothing() -> None:
-    with refused(UsageError, "moe_infinity", "0", "3", "1"):
+    with refused(UsageError, "moe_infinity", "history", "0", "1"):
         moe_infinity(history=0)
