@@ -169,6 +169,8 @@ def serve(
             choose_for(config)  # refuse too little memory before a long download
             _ask_before_download(config, sizes["process"], yes)
         checkpoint = Checkpoint.open(model)
+        if chosen is not None:
+            chosen.check(checkpoint.spec)  # before the plan's memory is found too small for another model
         setup = choose_for(checkpoint)
         options = setup.options
         if options.deterministic:
