@@ -248,6 +248,7 @@ def plan_alpha(
     from moetool.runtime.serve_options import ServeOptions
 
     durable.require_new_file(out, overwrite)
+    target_s = parse_seconds(target_tpot)
     values = parse_settings(settings)
     serve = values.pop("serve", {})
     if isinstance(serve, dict):
@@ -267,7 +268,7 @@ def plan_alpha(
             checkpoint,
             texts,
             setup.budget,
-            parse_seconds(target_tpot),
+            target_s,
             serve=setup.options,
             options=options,
             on_pass=passed,

@@ -50,7 +50,7 @@ def parse_where(text: str) -> ClusterAddress:
         if not rest.isdecimal() or int(rest) < 1:
             raise UsageError(f"--cluster {text!r} lacks the number of servers; write e.g. local:3")
         return ClusterAddress(count=int(rest))
-    if not kind or not rest.isdecimal():
+    if not kind or not rest.isdecimal() or not 0 < int(rest) < 2**16:
         raise UsageError(f"--cluster {text!r} is neither local:N nor the host:port that 'ray start --head' printed")
     return ClusterAddress(address=text)
 

@@ -489,6 +489,17 @@ def test_models_and_addresses_that_profile_refuses(run: Run) -> None:
     _one_line(run("profile", "qwen3-30b-a3b"), 2, "--config-only")
     _one_line(run("profile", "qwen3-30b-a3c", "--config-only"), 2, "did you mean 'qwen3-30b-a3b'?")
     _one_line(run("profile", "reference", "--listen", "here:port"), 2, "not an address")
+    _one_line(run("profile", "reference", "--listen", "999.0.0.1:80"), 1, "cannot listen on", "choose another address")
+
+
+def test_a_port_that_no_cluster_can_have(run: Run) -> None:
+    for address in ("127.0.0.1:99999", "127.0.0.1:0", "127.0.0.1:port"):
+        _one_line(run("doctor", "--cluster", address), 2, f"{address!r} is neither local:N nor the host:port")
+
+
+def test_a_time_limit_is_read_before_the_model(run: Run, tmp_path: Path) -> None:
+    planning = ("plan", "alpha", "reference", "--data", "chat", "--out", tmp_path / "alpha.json")
+    _one_line(run(*planning, "--target-tpot", "5"), 2, "'5' is not a duration", "80ms")
 
 
 def test_a_port_in_use(run: Run) -> None:

@@ -47,7 +47,7 @@ def serve(address: str, on_ready: Callable[[str], None]) -> None:
     try:
         server = socket.create_server((host, port))
     except OSError as error:
-        raise MoetoolError(f"cannot listen on {host}:{port} ({error.strerror}); choose another port") from None
+        raise MoetoolError(f"cannot listen on {host}:{port} ({error.strerror}); choose another address") from None
     server.settimeout(_SIGNAL_S)
     with server:
         on_ready(f"{host}:{server.getsockname()[1]}")
