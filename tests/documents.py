@@ -10,7 +10,7 @@ INSTEAD = {
     "Qwen/Qwen3-30B-A3B": "reference",
     "16GB": "30MB",
     "--max-prompts 8": "--max-prompts 3",
-    "num_experts=64 --set expert_bytes=17301504": "num_experts=32 --set expert_bytes=73728",
+    "num_experts=64 --set expert_bytes=16.5MiB": "num_experts=32 --set expert_bytes=73728",
     "moetool verify reference": "moetool verify reference --prompts 1 --tokens 2",
 }
 """Replacements that let a page's examples run within seconds."""

@@ -387,6 +387,16 @@ def test_a_table_with_one_mistake(run: Run, tmp_path: Path, rows: str, says: str
     assert "download the file again" not in result[2] and not (tmp_path / "t").exists()
 
 
+def test_the_bytes_of_an_expert_may_have_a_unit(run: Run, tmp_path: Path) -> None:
+    from moetool.trace.reader import Trace
+
+    (tmp_path / "own.csv").write_text("layer,expert,token\n0,1,0\n")
+    importing = ("trace", "import", tmp_path / "own.csv", "--out", tmp_path / "t", "--set", "num_experts=8", "--set")
+    _one_line(run(*importing, "expert_bytes=big"), 2, "--set expert_bytes: 'big' is not an amount of memory")
+    assert run(*importing, "expert_bytes=16.5MiB")[0] == 0
+    assert Trace(tmp_path / "t").spec.slot_bytes == 17_301_504
+
+
 @pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "ftp://127.0.0.1"])
 def test_an_address_that_none_can_have(run: Run, tmp_path: Path, url: str) -> None:
     _one_line(run("chat", url), 2, f"{url!r} is not a server address")

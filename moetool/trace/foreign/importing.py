@@ -14,7 +14,7 @@ import numpy as np
 from moetool import __version__
 from moetool.base import config, durable, plugins
 from moetool.base.bounded_read import require_itself
-from moetool.base.errors import MismatchError, UsageError, unknown_name
+from moetool.base.errors import MismatchError, Problems, UsageError, unknown_name
 from moetool.base.tables import numbered
 from moetool.base.types import ModelSpec, Phase
 from moetool.trace import expert_counts
@@ -107,7 +107,11 @@ def import_trace(
     durable.require_absent(out, overwrite, MANIFEST)
     if not files:
         raise UsageError("nothing to import; give the path of a file of routes or counts")
-    said = config.parse(Settings, settings or {}, "--set")
+    given = dict(settings or {})
+    if isinstance(size := given.get("expert_bytes"), str):
+        with Problems() as problems, problems.of("--set expert_bytes: "):
+            given["expert_bytes"] = config.parse_bytes(size)
+    said = config.parse(Settings, given, "--set")
     if tokens_as not in (None, *TOKENS_AS):
         raise unknown_name("--as", tokens_as, TOKENS_AS)
     addresses = [str(file) for file in files if is_address(file)]
