@@ -159,9 +159,12 @@ def open_setup(
     if trace is not None and predictor is not None:
         trace.spec.require_same(predictor.spec, "the routes", "the predictor")
         require_routes("the predictor", predictor.needs)
-    if trace is not None and subject.shape is not None:
-        bench_spec(cut_spec(subject.shape, subject.layers), trace)  # refused before gigabytes are written
-    requests = _requests(trace, options, predictor) if trace is not None else []
+    requests: list[ReplayedRequest] = []
+    if trace is not None:
+        if subject.shape is not None:
+            bench_spec(cut_spec(subject.shape, subject.layers), trace)  # refused before gigabytes are written
+        sizes = {name: getattr(options, name) for name in ("requests", "new_tokens", "prompt_share")}
+        requests = choose(trace, **sizes, predictor=predictor)
     name = subject.shape or str(subject.model)
     if subject.shape is not None:
         path = random_checkpoint(subject.shape, subject.layers, subject.work, seed=options.seed)
@@ -193,16 +196,6 @@ def require_routes(user: str, needs: frozenset[str]) -> None:
             f"{user} needs {', '.join(more)}, which are meaningless in a model with forced routes; bench it "
             "on a MODEL with its own routing, with --data"
         )
-
-
-def _requests(trace: Trace, options: ServingBenchOptions, predictor: Any) -> list[ReplayedRequest]:
-    return choose(
-        trace,
-        requests=options.requests,
-        new_tokens=options.new_tokens,
-        prompt_share=options.prompt_share,
-        predictor=predictor,
-    )
 
 
 def _following(

@@ -12,7 +12,7 @@ from typer.models import OptionInfo
 from moetool.base import assets, durable, logs, tables
 from moetool.base.bounded_read import read_toml
 from moetool.base.config import MOST_THREADS, parse, parse_bytes
-from moetool.base.errors import Problems, UsageError, unknown_name
+from moetool.base.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     from moetool.base.types import ModelSpec
@@ -219,9 +219,11 @@ def _short_type(kind: Any, info: OptionInfo) -> str:
 
 
 def memory_bytes(option: str, text: str | None) -> int | None:
-    """Parse an option's amount of memory, if given. Raises: UsageError: it is none, with the option's name."""
-    with Problems() as problems, problems.of(f"{option}: "):
+    """Parse an option's amount of memory, if given. Raises: UsageError: the text, named by its option, is not one."""
+    try:
         return None if text is None else parse_bytes(text)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
 
 
 def listed(values: list[str]) -> list[str]:
