@@ -3,9 +3,9 @@
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from moetool.base.errors import UsageError, shortened, unknown_name
 
@@ -28,29 +28,41 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
     if not isinstance(values, Mapping):
         raise UsageError(f"{where} is {shortened(repr(values))}, expected options by name, such as {where}.name=value")
-    require_64_bits(values, where)
+    first: dict[Any, Any] = {}  # of each field: a value that may have several types has an error for each
+    valid: Any
     try:
-        return TypeAdapter(with_config(ConfigDict(extra="forbid"))(kind)).validate_python(dict(values))
+        valid = TypeAdapter(with_config(ConfigDict(extra="forbid"))(kind)).validate_python(dict(values))
     except ValidationError as error:
-        first: dict[Any, Any] = {}  # of each field: a value that may have several types has an error for each
         for found in error.errors(include_url=False):
             whole = found["type"] in ("missing", "unexpected_keyword_argument")
             first.setdefault(found["loc"] if whole else found["loc"][:1], found)
-        problems = [_problem(kind, found, where) for found in first.values()]
-        problems.sort(key=lambda said: "known: " in said)
-        if len(problems) > _MOST_PROBLEMS:
-            problems[_MOST_PROBLEMS - 1 : -1] = [f"{len(problems) - _MOST_PROBLEMS} more"]
-        short = [said.partition(" known: ")[0].rstrip(";") for said in problems[:-1]]  # the names are listed once
-        raise UsageError("; ".join([*short, problems[-1]])) from None
+        invalid = {name for found in first.values() for name in found["loc"][:1]}
+        valid = {name: value for name, value in values.items() if name not in invalid}
+    problems = [f"{where}: {large}" for large in _beyond_64_bits(valid)]
+    problems += [_problem(kind, found, where) for found in first.values()]
+    if not problems:
+        return cast(T, valid)
+    problems.sort(key=lambda said: "known: " in said)
+    if len(problems) > _MOST_PROBLEMS:
+        problems[_MOST_PROBLEMS - 1 : -1] = [f"{len(problems) - _MOST_PROBLEMS} more"]
+    short = [said.partition(" known: ")[0].rstrip(";") for said in problems[:-1]]  # the names are listed once
+    raise UsageError("; ".join([*short, problems[-1]]))
 
 
-def require_64_bits(values: Mapping[str, Any], where: str, path: str = "") -> None:
-    """Raises: UsageError: a whole number exceeds those of arrays and compiled code."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            require_64_bits(value, where, f"{path}{name}.")
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise UsageError(f"{where}: {path}{name} is {shortened(value)}, expected a number of at most 64 bits")
+def _beyond_64_bits(value: Any, path: str = "") -> Iterator[str]:
+    """Describe the whole numbers of a dataclass or plain value that exceed those of arrays and compiled code."""
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            yield f"{path} is {shortened(value)}, expected a number of at most 64 bits"
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    elif isinstance(value, Mapping):
+        parts = value.items()
+    elif is_dataclass(value):
+        parts = ((field.name, getattr(value, field.name)) for field in fields(value))
+    for name, part in parts:
+        yield from _beyond_64_bits(part, f"{path}.{name}" if path else str(name))
 
 
 def _problem(kind: type, found: Mapping[str, Any], where: str) -> str:
@@ -59,7 +71,8 @@ def _problem(kind: type, found: Mapping[str, Any], where: str) -> str:
     if found["type"] == "dict_type":
         return f"{where}: {path} holds settings by name, such as {path}.NAME=VALUE"
     if found["type"] != "unexpected_keyword_argument":
-        return f"{where}: {path}: {shortened(found['msg'], 300)}"
+        value = f" is {shortened(repr(found['input']), 40)}" if isinstance(found["input"], str | int | float) else ""
+        return f"{where}: {path}{value}: {shortened(found['msg'], 300)}"
     if instead := getattr(kind, "REFUSED", {}).get(path):
         return f"{where}: {path} is no setting: {instead}"
     *parents, _ = found["loc"]

@@ -21,6 +21,9 @@ from moetool.base.types import Cluster, Gpu, ModelSpec
 from moetool.placement.demand import Demand
 from moetool.placement.latency import Latency
 
+MOST_COUNT = 2**31 - 1
+"""The largest count in a planner's options, which solvers hold in 32 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -140,9 +143,6 @@ def check_placed(problem: Problem, placed_GLE: np.ndarray, name: str) -> None:
     assert (placed_GLE.sum(axis=(1, 2)) <= problem.slots_G).all(), f"{name} overfilled a GPU"
 
 
-_MOST_SLOTS = 2**31 - 1
-
-
 def layer_slots(problem: Problem, c_max: int = 0, option: str = "c_max") -> np.ndarray:
     """Return slots [G, L] of each GPU for each layer, with every layer covered.
 
@@ -158,8 +158,8 @@ def layer_slots(problem: Problem, c_max: int = 0, option: str = "c_max") -> np.n
         CapacityError: a layer is not covered, under `c_max` or because a GPU can hold an expert only once.
     """
     experts_L, slots_G = np.array(problem.spec.num_experts_L), problem.slots_G
-    if not 0 <= c_max <= _MOST_SLOTS:
-        raise UsageError(f"{option} is {c_max}, expected 0 to {_MOST_SLOTS:,}")
+    if not 0 <= c_max <= MOST_COUNT:
+        raise UsageError(f"{option} is {c_max}, expected 0 to {MOST_COUNT:,}")
     most_L = np.minimum(experts_L, c_max) if c_max else experts_L
     total_L = apportion(int(slots_G.sum()), experts_L)
     given_GL = np.zeros((len(slots_G), len(experts_L)), np.int64)

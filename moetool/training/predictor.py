@@ -29,12 +29,11 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from moetool import __version__
 from moetool.base import durable, plugins
-from moetool.base.config import require_64_bits
+from moetool.base.config import parse
 from moetool.base.errors import MismatchError, UsageError, first_line, unknown_name
 from moetool.base.types import GateEvent, ModelSpec
 from moetool.training.fit_options import FitOptions
@@ -42,7 +41,7 @@ from moetool.training.predictor_card import CARD, SCHEMA_VERSION, build_within, 
 from moetool.training.tokens import FIELDS, Tokens
 
 WEIGHTS = "predictor.safetensors"
-_NO_SIZE = (MismatchError, MemoryError, RuntimeError, ArithmeticError, ValueError)
+_NO_SIZE = (MismatchError, MemoryError, RuntimeError, ArithmeticError, TypeError, ValueError)
 """Errors of a build whose options have impossible sizes."""
 
 
@@ -285,14 +284,7 @@ def build(name: str, spec: ModelSpec, options: Mapping[str, Any] | None = None) 
         if option not in known:
             fitting = (f"fit.{field.name}" for field in fields(FitOptions))
             raise unknown_name(f"option of {name}", option, [*known, *fitting])
-    require_64_bits(options, name)
-    try:
-        values = TypeAdapter(module.Options).validate_python(options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{name}: {where} is {first['input']!r}: {first['msg']}") from None
-    predictor: Predictor = module.Predictor(spec, values)
+    predictor: Predictor = module.Predictor(spec, parse(module.Options, options, name))
     predictor.name = name
     return predictor
 
@@ -357,6 +349,12 @@ def load_predictor(path: str | Path, options: Mapping[str, Mapping[str, Any]] | 
             f"{weights} is damaged: its sha256 is {sha256[:12]}, expected {card['weights']['sha256'][:12]}; {again}"
         )
     spec = ModelSpec.from_json(card["spec"])
+    try:
+        plugins.load("predictor", card["predictor"])
+    except UsageError as error:
+        raise MismatchError(
+            f"{path} cannot be built by what is installed here ({error}); install what it needs, or {again}"
+        ) from None
 
     def made(given: Mapping[str, Any]) -> Predictor:
         try:
@@ -367,9 +365,7 @@ def load_predictor(path: str | Path, options: Mapping[str, Mapping[str, Any]] | 
     try:
         predictor = made(card["options"])
     except UsageError as error:
-        raise MismatchError(
-            f"{path} cannot be built by what is installed here ({error}); install what it needs, or {again}"
-        ) from None
+        raise MismatchError(f"{path / CARD} does not fit this version ({error}); {again}") from None
     if own := (options or {}).get(predictor.name):
         if not isinstance(own, Mapping):
             raise UsageError(

@@ -172,9 +172,9 @@ def train(
         torch.manual_seed(seed)
         try:
             model = build(predictor, source.spec, options)
-        except (MemoryError, RuntimeError) as error:
-            if not re.search("alloc|overflow", str(error)):  # torch's words for sizes
-                raise
+        except (MemoryError, RuntimeError, TypeError, ValueError) as error:
+            if not isinstance(error, MemoryError) and not re.search("alloc|[Oo]verflow|too big", str(error)):
+                raise  # those are torch's and numpy's words for sizes
             raise CapacityError(f"{predictor} is too large ({first_line(error)}); give smaller options") from None
     source.require(model.needs, predictor)
     if not model.learned and (resume or fit.checkpoint or fit.trainer):

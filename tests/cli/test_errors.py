@@ -610,10 +610,16 @@ def test_numbers_that_make_no_sense(run: Run, trace: Path, tmp_path: Path) -> No
     train = ("train", "activation_matrix", "--trace", trace, "--out", tmp_path / "p")
     for history in (10**15, 2**63 - 1):
         _one_line(run(*train, "--set", f"history={history}"), 4, "activation_matrix is too large", "smaller options")
+    _one_line(run("train", "lstm", *train[2:], "--set", f"hidden={2**62}"), 4, "lstm is too large", "smaller options")
+    for predictor, setting in (("expert_mlp", f"hidden=[{10**20}]"), ("activation_matrix", f'history="{10**20}"')):
+        result = run("train", predictor, *train[2:], "--set", setting)
+        _one_line(result, 2, f"{predictor}: {setting.split('=')[0]}", f"is {10**20}, expected a number of at most 64")
     planning = ("plan", "placement", "--trace", trace, "--cluster", "2x1GB", "--out", tmp_path / "t", "--planner")
     for setting, planner in {"processes": "director", "nodes": "moetuner", "c_max": "annealing"}.items():
-        _one_line(run(*planning, planner, "--set", f"{setting}={2**63 - 1}"), 2, f"{setting} is", "expected")
-        _one_line(run(*planning, planner, "--set", f"{setting}={2**63}"), 2, f"{setting} is", "at most 64 bits")
+        for number in (2**63 - 1, 2**63):
+            _one_line(run(*planning, planner, "--set", f"{setting}={number}"), 2, f"{setting} is {number}, expected")
+    _one_line(run(*planning, "director", "--set", "processes=0"), 2, "director: processes is 0, expected 1 to 1,024")
+    _one_line(run(*planning, "annealing", "--set", f'seed="{10**20}"'), 2, f"seed is {10**20}", "at most 64 bits")
     simulate = ("simulate", "--trace", f"server={trace}", "--cluster", "1x1GB", "--planner", "uniform")
     _one_line(run(*simulate, "--requests", 10**20), 2, "'--requests'", "10000000")
     _one_line(run(*simulate, "--sweep", "gpus=0"), 2, "found '0', expected a whole number, 1 or more")

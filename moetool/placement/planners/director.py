@@ -63,6 +63,9 @@ class Options:
             for copies, or 262,144 without.
         seconds: time limit of the search, after which the best placement so far is taken (0: none). Layers get equal
             shares, half of them for copies. The placement then depends on the machine's speed.
+
+    Raises:
+        UsageError: one is out of range.
     """
 
     c_max: int = 0
@@ -73,6 +76,11 @@ class Options:
     processes: int = 1
     quick: bool | None = None
     seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        zero = Span(0)
+        spans = {"kicks": zero, "relaxation": zero, "seconds": zero, "processes": Span(1, MOST_THREADS)}
+        require_within(self, "director: ", **spans)
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
@@ -93,11 +101,8 @@ def place(problem: Problem, options: Options) -> np.ndarray:
           placement.
 
     Raises:
-        UsageError: an option is negative, or `processes` not between 1 and 1,024.
         CapacityError: `c_max` does not cover every expert.
     """
-    zero = Span(0)
-    require_within(options, kicks=zero, relaxation=zero, seconds=zero, processes=Span(1, MOST_THREADS))
     ends = _after(options.seconds)
     room_GL = layer_slots(problem, options.c_max)
     copied = options.replicas and problem.start_GLE is None and (room_GL.sum(axis=0) > problem.spec.num_experts_L).all()

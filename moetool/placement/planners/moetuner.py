@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moetool.base.config import Span, require_within
-from moetool.placement.planner import Problem, layer_slots
+from moetool.placement.planner import MOST_COUNT, Problem, layer_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Options:
     nodes: int = 200
 
     def __post_init__(self) -> None:
-        require_within(self, "moetuner: ", tolerance=Span(0), nodes=Span(1, 2**31 - 1))
+        require_within(self, "moetuner: ", tolerance=Span(0), nodes=Span(1, MOST_COUNT))
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:

@@ -213,17 +213,34 @@ class _Settings:
     mode: str = ""
     parts: tuple[_Part, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.mode == "none":
+            raise ValueError("no mode")  # as the options of a user's plugin may
+
 
 def test_all_wrong_settings_are_named_at_once_and_the_known_ones_listed_once() -> None:
-    with refused(UsageError, "tokens: Input", "share: Input", "'mod'", "mean 'mode'", "'other'") as error:
+    with refused(
+        UsageError, "tokens is 'many': Input", "share is 'half': Input", "'mod'", "mean 'mode'", "'other'"
+    ) as error:
         parse(_Settings, {"other": 1, "tokens": "many", "mod": "x", "share": "half"}, "--set")
     assert str(error.value).count("known: ") == 1
     with refused(UsageError, "unknown option 'other' of --set; known: mode, parts, share, tokens"):
         parse(_Settings, {"other": 1}, "--set")
     with refused(UsageError, "parts.0.size: Field required", "mean 'parts.0.size'", "parts.1.size: Field required"):
         parse(_Settings, {"parts": [{"sze": 1}, {}]}, "--set")
-    with refused(UsageError, "--set: parts.size is -99999999999999999999, expected a number of at most 64 bits"):
-        parse(_Settings, {"tokens": 1, "parts": {"size": -99999999999999999999}}, "--set")
     with refused(UsageError, "option 'x6'", "92 more", "unknown option 'x99' of --set; known: mode") as error:
         parse(_Settings, {f"x{i}": 1 for i in range(100)}, "--set")
     assert "'x7'" not in str(error.value)
+    with refused(UsageError, "--set", "no mode"):
+        parse(_Settings, {"mode": "none"}, "--set")
+
+
+def test_whole_numbers_beyond_64_bits_are_named_with_all_other_wrong_settings() -> None:
+    large, parts = 10**20, [{"size": -(2**63)}, {"size": -(2**63) - 1}]
+    wrong = f"parts.1.size is {-(2**63) - 1}"
+    for tokens in (large, str(large)):
+        with refused(UsageError, f"--set: tokens is {large}, expected a number of at most 64", wrong):
+            parse(_Settings, {"tokens": tokens, "parts": parts}, "--set")
+    with refused(UsageError, f"tokens is {large}", wrong, "share is 'half': Input should", "option 'other'"):
+        parse(_Settings, {"tokens": large, "parts": parts, "share": "half", "other": 1}, "--set")
+    assert parse(_Settings, {"tokens": 2**63 - 1, "parts": parts[:1], "share": large}, "--set").share == 1e20

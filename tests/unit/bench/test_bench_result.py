@@ -106,7 +106,8 @@ def test_files_of_other_versions_are_refused(tmp_path: Path) -> None:
         ({**_made().to_json(), "schema_version": 99}, "has schema_version 99 of a bench, expected 1"),
         ({**_made().to_json(), "bench": "none"}, "has results of bench 'none', expected one of: serve"),
         ({**_made().to_json(), "bench": []}, r"has results of bench '\[\]'"),
-        ({**_made().to_json(), "rows": 7}, "rows: .* measure again"),
+        ({**_made().to_json(), "rows": 7}, "rows is 7: .* measure again"),
+        ({**_made().to_json(), "rows": [{"slots": 10**400}]}, r"rows.0.slots is 10+\.\.\., .* 64 bits; measure again"),
     ):
         file.write_text(json.dumps(values))
         with pytest.raises(MismatchError, match=says):
@@ -126,7 +127,6 @@ def test_files_of_other_versions_are_refused(tmp_path: Path) -> None:
         ({"rows": [{"policy": "lru", "rounds": [], "decode": "x"}]}, "AttributeError"),
         ({"rows": [{"policy": "lru", "rounds": [], "ttft_s": "x", "decode": None}]}, "TypeError"),
         ({"rows": [{"policy": "lru", "rounds": [], "slots": "x", "decode": None}]}, "ValueError"),
-        ({"rows": [{"policy": "lru", "rounds": [], "hit_rate": 10**400, "decode": None}]}, "OverflowError"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

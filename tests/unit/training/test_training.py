@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from moetool.base import durable
-from moetool.base.errors import MismatchError, MoetoolError, UsageError
+from moetool.base.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
 from moetool.training.fit_options import FitOptions
 from moetool.training.predictor import CARD, WEIGHTS, load_predictor
 from moetool.training.training import split_requests, train
-from predictors.popularity import popularity
+from predictors.popularity import Predictor, popularity
 from tests.refusals import refused
 from tests.synthetic_routes import make_spec, write_trace
 
@@ -126,6 +126,17 @@ def test_one_layer_and_unequal_layers_are_refused(tmp_path: Path) -> None:
 def test_wrong_arguments(tmp_path: Path, arguments: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         train("popularity", tmp_path / "trace", tmp_path / "out", fit=FitOptions(**arguments))
+
+
+@pytest.mark.parametrize("allocate", [lambda *_: np.zeros(2**62), lambda *_: bytearray(2**62)])
+def test_sizes_that_numpy_or_python_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allocate: Callable[..., object]
+) -> None:
+    trace = write_trace(tmp_path / "trace")
+    large = type("Large", (Predictor,), {"__init__": allocate})
+    monkeypatch.setattr("predictors.popularity.Predictor", large)
+    with refused(CapacityError, "popularity is too large", "give smaller options"):
+        train("popularity", trace, tmp_path / "out")
 
 
 def test_an_existing_output_is_kept(tmp_path: Path) -> None:
