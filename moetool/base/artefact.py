@@ -14,15 +14,18 @@ from moetool.base.types import ModelSpec
 
 MAX_BYTES = 64 << 20
 """Maximum bytes of a plan or profile: a placement on 64 GPUs takes 1 MB."""
+KINDS = ("cache_plan", "cost_profile", "migration_plan", "placement_plan")
+"""The KIND of every plan and profile."""
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind of a plan or profile in words, by its first bytes; None for other files and directories."""
+    """Return the KIND of a plan or profile by its first bytes; None for other files and directories."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
         found = re.match(rb'\s*\{\s*"kind": "(\w+)"', file.read(100))
-    return found[1].decode().replace("_", " ") if found else None
+    kind = found[1].decode() if found else None
+    return kind if kind in KINDS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

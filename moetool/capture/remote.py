@@ -41,7 +41,12 @@ class RemoteServer:
     concurrency: int = 1
 
     def __post_init__(self) -> None:
-        if not re.match(r"https?://(\[[^]/]+\]|[^][/]+)(:\d+)?(/|$)", self.url):
+        match = re.match(r"https?://(\[[^]/]+\]|[^][/]+)(:\d+)?(/|$)", self.url)
+        try:
+            is_address = match is not None and (urllib.parse.urlsplit(self.url).hostname or "").encode("idna")
+        except UnicodeError:  # an empty part of a name
+            is_address = False
+        if not is_address:
             raise UsageError(f"--server {self.url!r}: expected an address such as http://127.0.0.1:8000")
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -58,14 +63,16 @@ class RemoteServer:
         try:
             request = urllib.request.Request(address, data=data, headers=headers)
             with self._opener().open(request, timeout=self.timeout_s) as answer:
-                return json.loads(answer.read())
+                content = answer.read()
         except urllib.error.HTTPError as error:
             reply = error.read(300).decode(errors="replace").replace("\n", " ")
             raise MoetoolError(f"{address} answers {error.code} ({reply or error.reason})") from None
+        except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: not in Latin-1
+            raise MoetoolError(f"{address} does not answer ({first_line(error)}); is the server running?") from None
+        try:
+            return json.loads(content)
         except ValueError:
             raise MoetoolError(f"{address} answers no JSON; give the address of an engine's server") from None
-        except (OSError, http.client.HTTPException) as error:
-            raise MoetoolError(f"{address} does not answer ({first_line(error)}); is the server running?") from None
 
     def _opener(self) -> urllib.request.OpenerDirector:
         """The environment's proxies do not know addresses of this machine."""

@@ -25,6 +25,9 @@ QUESTIONS = (
     "Janet has 3 apples and buys 5 more. How many apples does she have now?",
     "Which planet is closest to the sun?\nA. Venus\nB. Mercury\nC. Mars\nAnswer:",
 )
+MARK = ".moetool_demo"
+FILES = {"trace", "predictor", "plan.json", "memory.svg"}
+"""Results; a directory with all of them is a demo's, even without the mark."""
 NEW_TOKENS = 24
 SHARES = (0.125, 0.25, 0.5)
 CURVES = {"lru": "lru", "lfu": "lfu", "foresight": "foresight", "belady": "belady: the bound without prefetching"}
@@ -51,15 +54,17 @@ def run(out: Path) -> None:
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file, expected a directory or nothing; choose another --out")
-    mark = out / ".moetool_demo"
-    if out.is_dir() and not mark.exists() and any(out.iterdir()):
-        raise UsageError(f"{out} holds files that no demo wrote, and this one may replace them; choose another --out")
+    files = {file.name for file in out.iterdir()} if out.is_dir() else set()
+    if files and MARK not in files and not files >= FILES:
+        raise UsageError(
+            f"{out} has no mark of an earlier demo ({MARK}), and its files may be replaced; choose another --out"
+        )
     tables.narrate(f"moetool demo: a small Mixture-of-Experts model, from its gate logits to a server. Files: {out}/")
     began = time.perf_counter()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     out.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+    (out / MARK).touch()
     recipe = _recipes("capture", "train", "plan", "serve")
 
     _say("1/5", "capture: run the plain model on prompts of seven tasks, write its gate logits to Parquet")

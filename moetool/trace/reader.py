@@ -134,9 +134,11 @@ class Trace:
     def __init__(self, path: str | Path) -> None:
         self.path = path = Path(path)
         if kind := kind_of(path):
-            raise UsageError(f"{path} holds a {kind}, expected a trace; give the directory of one")
+            raise UsageError(f"{path} is of kind {kind}, expected a trace; give the directory of one")
         if path.is_file():
             raise UsageError(f"{path} is one file, not a trace; make one with: moetool trace import {path} --out DIR")
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{path} is neither a file nor a directory, expected a trace; give the directory of one")
         if not path.is_dir():
             raise UsageError(f"no trace at {path}; make one with: moetool capture MODEL --data NAME --out {path}")
         while True:

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from moetool.base.errors import UsageError
 from moetool.caching.plan import CachePlan
+from moetool.cli import demo
 from moetool.cli.examples import EXAMPLES
 from tests.command_line import Run
 from tests.profiles import compute, flat, make_profile
@@ -49,8 +51,10 @@ def web_pages() -> Iterator[str]:
     """A server that answers everything with a web page; its URL."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _WebPage) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def _one_line(result: tuple[int, str, str], code: int, *parts: str) -> None:
@@ -362,9 +366,13 @@ def test_something_else_in_the_place_of_a_trace_or_predictor(run: Run, reference
     plan.write_text('{"kind": "cache_plan", "schema_version": 1}')
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "card.json").write_text("{}")
-    for path, what in ((plan, "holds a cache plan"), (tmp_path / "p", "is a predictor"), (reference, "is a model")):
+    for path, what in ((plan, "is of kind cache_plan"), (tmp_path / "p", "is a predictor"), (reference, "is a model")):
         _one_line(run("advise", path), 2, f"{path} {what}, expected a trace")
     _one_line(run("evaluate", plan, "--trace", plan), 2, f"{plan} is one file, not a predictor", "--out NEW")
+    plan.write_text('{"kind": "alpha", "rows": []}')
+    _one_line(run("advise", plan), 2, "is one file, not a trace", "moetool trace import")
+    os.mkfifo(tmp_path / "pipe")
+    _one_line(run("advise", tmp_path / "pipe"), 2, "is neither a file nor a directory", "give the directory of one")
 
 
 @pytest.mark.parametrize(
@@ -404,7 +412,9 @@ def test_an_address_that_none_can_have(run: Run, tmp_path: Path, url: str) -> No
 
 def test_a_server_of_web_pages(run: Run, tmp_path: Path) -> None:
     capture = ("capture", "reference", "--data", "chat", "--max-prompts", 1, "--out", tmp_path / "t")
-    _one_line(run(*capture, "--server", "http://[::1"), 2, "expected an address such as")
+    for url in ("http://[::1", "http://a..b:80"):
+        _one_line(run(*capture, "--server", url), 2, f"{url!r}: expected an address such as")
+    _one_line(run(*capture, "--server", "http://127.0.0.1:1/é"), 1, "does not answer ('ascii' codec")
     with web_pages() as url:
         _one_line(run("chat", url), 1, "answers otherwise than an OpenAI server; give the URL of one")
         _one_line(run(*capture, "--server", url), 1, "answers no JSON; give the address of an engine's server")
@@ -422,19 +432,19 @@ def test_a_file_system_that_is_read_only(
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "says"),
+    ("field", "value", "code", "says"),
     [
-        ("dtype", "float7", "config.json: dtype: module 'torch' has no attribute 'float7'; correct it"),
-        ("hidden_act", "gelu_banana", "config.json: hidden_act: 'gelu_banana'"),
-        ("quantization_config", "awq", "config.json: quantization_config is no object; correct it"),
+        ("dtype", "float7", 3, "'float7'"),
+        ("hidden_act", "gelu_banana", 2, "'gelu_banana'"),
+        ("quantization_config", "awq", 3, "object"),
     ],
 )
-def test_a_config_with_a_value_that_is_none(
-    run: Run, reference: Path, tmp_path: Path, field: str, value: str, says: str
+def test_a_config_with_an_invalid_value(
+    run: Run, reference: Path, tmp_path: Path, field: str, value: str, code: int, says: str
 ) -> None:
     config = json.loads((reference / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
-    assert says in run("fit", tmp_path)[2]
+    _one_line(run("fit", tmp_path), code, f"config.json: {field}", says)
 
 
 def test_weights_that_link_to_nothing(run: Run, reference: Path, tmp_path: Path) -> None:
@@ -499,7 +509,7 @@ def test_models_and_addresses_that_profile_refuses(run: Run) -> None:
     _one_line(run("profile", "qwen3-30b-a3b"), 2, "--config-only")
     _one_line(run("profile", "qwen3-30b-a3c", "--config-only"), 2, "did you mean 'qwen3-30b-a3b'?")
     _one_line(run("profile", "reference", "--listen", "here:port"), 2, "not an address")
-    _one_line(run("profile", "reference", "--listen", "999.0.0.1:80"), 1, "cannot listen on", "choose another address")
+    _one_line(run("profile", "reference", "--listen", "192.0.2.1:80"), 1, "cannot listen on", "choose another address")
 
 
 def test_a_port_that_no_cluster_can_have(run: Run) -> None:
@@ -576,8 +586,26 @@ def test_outputs_that_cannot_be_written(run: Run, short_trace: Path, tmp_path: P
     _one_line(run(*capture, file / "t"), 1, "what was there before is unchanged")
     _one_line(run(*capture, tmp_path / "new", "--overwrite"), 2, "moetool did not write it")
     _one_line(run("demo", "--out", file), 2, "is a file")
-    _one_line(run("demo", "--out", short_trace), 2, "holds files that no demo wrote")
+    _one_line(run("demo", "--out", short_trace), 2, "has no mark of an earlier demo (.moetool_demo)", "choose another")
     _one_line(run("serve", "reference", "--port", 0, "--log", short_trace), 2, "exists already")
+
+
+def test_a_demo_replaces_the_files_of_an_earlier_one_only(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*parts: str) -> Path:
+        raise UsageError("started")
+
+    monkeypatch.setattr("moetool.base.assets.path", start)
+    for folder, names, says in (
+        ("whole", demo.FILES, "started"),
+        ("marked", {demo.MARK, "trace"}, "started"),
+        ("part", demo.FILES - {"memory.svg"}, "has no mark of an earlier demo (.moetool_demo)"),
+    ):
+        for name in names:
+            (tmp_path / folder / name).mkdir(parents=True)
+        code, _, err = run("demo", "--out", tmp_path / folder)
+        assert code == 2 and says in err, err
 
 
 def test_numbers_that_make_no_sense(run: Run, trace: Path, tmp_path: Path) -> None:

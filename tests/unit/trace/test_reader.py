@@ -10,8 +10,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from moetool.base.artefact import KINDS
 from moetool.base.errors import MismatchError, MoetoolError, UsageError
 from moetool.base.types import ForwardInfo, GateEvent, Phase
+from moetool.caching.plan import CachePlan
+from moetool.costing.costs import CostProfile
+from moetool.placement.plan import MigrationPlan, PlacementPlan
 from moetool.trace import reader as trace_module
 from moetool.trace import writer as trace_writer
 from moetool.trace.events import router_scores
@@ -260,3 +264,11 @@ def test_tokens_that_are_missing_are_noticed(tmp_path: Path) -> None:
     del trace.manifest["files"]["tokens/part-00001.parquet"]
     (trace.path / "manifest.json").write_text(json.dumps(trace.manifest))
     refused(lambda: list(Trace(trace.path).forwards(sequential=True)), "tokens of request", "capture again")
+
+
+def test_every_kind_of_plan_or_profile_is_recognised_in_the_place_of_a_trace(tmp_path: Path) -> None:
+    assert set(KINDS) == {artefact.KIND for artefact in (CachePlan, CostProfile, MigrationPlan, PlacementPlan)}
+    for kind in KINDS:
+        (tmp_path / kind).write_text(json.dumps({"kind": kind}))
+        with pytest.raises(UsageError, match=f"is of kind {kind}, expected a trace"):
+            Trace(tmp_path / kind)
