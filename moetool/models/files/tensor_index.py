@@ -111,10 +111,9 @@ def has_weights(folder: Path) -> bool:
 def _weight_files(folder: Path, named: object) -> tuple[tuple[Path, ...], set[str]]:
     """Return a model's safetensors files in order, and the tensors in its index."""
     existing = {path.name for path in folder.glob("*") if path.is_file()}
-    if dangling := sorted(path for path in folder.glob("*.safetensors*") if path.is_symlink() and not path.exists()):
-        raise UsageError(
-            f"{dangling[0]} links to a file that is gone; copy the model with cp -rL, or download it again"
-        )
+    if not existing & {SINGLE, INDEX}:
+        _require_linked(folder / SINGLE)
+        _require_linked(folder / INDEX)
     index = folder / INDEX
     if choose_weights(existing, str(folder), named) == SINGLE:
         if said := second_set(index, existing, str(folder)):
@@ -132,7 +131,14 @@ def _weight_files(folder: Path, named: object) -> tuple[tuple[Path, ...], set[st
                 f"{index} names the file {name!r}, expected a .safetensors file of its own directory; download the "
                 "model again"
             )
+        _require_linked(folder / place)
         if not (folder / place).is_file():
             raise UsageError(f"{folder / place} is missing, though {INDEX} names it; download the model again")
         files.append(folder / place)
     return tuple(files), set(weight_map)
+
+
+def _require_linked(file: Path) -> None:
+    """Raises: UsageError: a file is a link to nothing, as in a copy of the hub's cache without its blobs."""
+    if file.is_symlink() and not file.exists():
+        raise UsageError(f"{file} links to a file that is gone; copy the model with cp -rL, or download it again")

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from moetool.base.errors import MismatchError, MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.files.location import locate
+from moetool.models.files.tensor_index import read_index
 from moetool.models.loading import load_full, load_lazy
 from tests import families
 from tests.logs import warnings
@@ -191,3 +192,17 @@ def test_a_directory_of_gguf_files_is_answered_with_one(tmp_path: Path) -> None:
     _add_gguf(tmp_path)
     with refused(UsageError, "2", "GGUF", "a.gguf"):
         locate(str(tmp_path))
+
+
+def test_only_weights_that_are_read_must_be_there(model: Path) -> None:
+    """A copy of the hub's cache may lack the blobs of other files."""
+    (model / "consolidated.safetensors").symlink_to(model / "gone")
+    _add_shards(model)
+    assert read_index(model).tensors
+    (model / ONE).unlink()
+    (model / ONE).symlink_to(model / "gone")  # transformers goes on to the index
+    assert read_index(model).tensors
+    (model / SHARDS[1]).unlink()
+    (model / SHARDS[1]).symlink_to(model / "gone")
+    with refused(UsageError, SHARDS[1], "cp -rL"):
+        read_index(model)
