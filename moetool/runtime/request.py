@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Finish = Literal["stop", "length", "cancelled", "refused", "error"]
-"""How a request ends. `refused`: its grammar allows no further token; `error`: the engine failed."""
+"""How a request ends. `refused`: its grammar allows no further token; `error`: the engine or the grammar failed."""
 
 
 class Matcher(Protocol):

@@ -99,12 +99,12 @@ class Choice:
 
         Raises:
             Refusal: the request's grammar allows no further token.
-            MoetoolError: the engine failed the request.
+            MoetoolError: the engine or the request's grammar failed.
         """
         if output.finish == "refused":
             raise Refusal(f"the answer cannot go on: {output.error}")
         if output.finish == "error":
-            raise MoetoolError(f"the engine failed: {output.error or 'no reason given'}")
+            raise MoetoolError(output.error or "the engine failed without a reason")
         if output.finish == "cancelled":
             raise Unavailable(output.error or "the server stopped before the answer was finished")
         read = ""

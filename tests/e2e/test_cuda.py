@@ -22,13 +22,14 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy, parse_device
 from moetool.prompts import gather as prompt_sets
 from moetool.runtime.assembly import build_engine, open_pooled
+from moetool.runtime.decoding import NOT_NUMBERS
 from moetool.runtime.experts.copies import ALIGNMENT, open_copies
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import ExpertStore, open_store
 from moetool.runtime.kv import paged_attention
 from moetool.runtime.loop.batched_sampling import RowSampling, batched_gumbel_scores
 from moetool.runtime.loop.sampling import Sampler
-from moetool.runtime.request import SamplingParams
+from moetool.runtime.request import Output, SamplingParams
 from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
@@ -272,12 +273,13 @@ def test_a_batch_is_sampled_as_it_would_be_on_a_processor(cuda: torch.device) ->
 
 def test_scores_that_are_no_numbers_end_their_request_only(cuda: torch.device) -> None:
     sampler = Sampler()
-    for name in ("bad", "good"):
-        sampler.add(name, SamplingParams(max_tokens=1, temperature=0.7, top_p=0.9, seed=1), [0])
+    for request in (1, 2):
+        sampler.add(request, SamplingParams(max_tokens=1, temperature=0.7, top_p=0.9, seed=1), [0])
     scores = torch.randn(2, 1000, device=cuda)
     scores[0, 5] = float("nan")
-    chosen = sampler.apply(["bad", "good"], scores).argmax(-1).tolist()
-    assert "NaN" in sampler.broken("bad") and not sampler.broken("good")
+    chosen = sampler.apply([1, 2], scores).argmax(-1).tolist()
+    assert sampler.broken_end(1) == Output(1, None, finish="error", error=NOT_NUMBERS)
+    assert sampler.broken_end(2) is None
     assert 0 <= chosen[1] < 1000
 
 
@@ -372,13 +374,13 @@ def test_products_and_sampling_wait_for_nothing(tokens: int, cuda: torch.device)
     index_TK, x_TI, weight_SOI, table_E = _event(tokens, torch.bfloat16, cuda)
     out, scores = torch.empty(tokens * 6, OUTPUTS, dtype=torch.bfloat16, device=cuda), torch.randn(2, 5000, device=cuda)
     sampler = Sampler()
-    sampler.add("a", SamplingParams(max_tokens=1, temperature=0.7, top_p=0.9, frequency_penalty=0.1, seed=1), [0])
-    sampler.add("b", SamplingParams(max_tokens=1, logit_bias=((3, 1.0),)), [0])
-    sampler.take("a", 3)
+    sampler.add(1, SamplingParams(max_tokens=1, temperature=0.7, top_p=0.9, frequency_penalty=0.1, seed=1), [0])
+    sampler.add(2, SamplingParams(max_tokens=1, logit_bias=((3, 1.0),)), [0])
+    sampler.take(1, 3)
 
     def run() -> torch.Tensor:
         find_multiply("cuda")(x_TI, 6, SlotRows.of(index_TK, EXPERTS), table_E, weight_SOI, out)
-        return sampler.apply(["a", "b"], scores.clone()).argmax(-1)
+        return sampler.apply([1, 2], scores.clone()).argmax(-1)
 
     run()  # compiles
     before = torch.cuda.get_sync_debug_mode()

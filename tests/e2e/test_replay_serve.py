@@ -19,7 +19,7 @@ from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.kv import ledger
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.memory_share import MemoryShare
-from moetool.runtime.request import SamplingParams
+from moetool.runtime.request import Output, SamplingParams
 from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from moetool.training.predictor import build
@@ -40,6 +40,52 @@ def _answer_all(made: Engine, tokenizer: Any, least: int, more: int) -> None:
         made.step()
     while not made.idle:
         made.step()
+
+
+class _Torn:
+    """A grammar that raises after a token, or (`tokens` 0) as it starts."""
+
+    error, may_end = "", False
+
+    def __init__(self, tokens: int) -> None:
+        self._left = tokens
+
+    def start(self) -> "_Torn":
+        if not self._left:
+            raise RuntimeError("the grammar is torn")
+        return self
+
+    def allowed(self) -> bytearray:
+        return bytearray(b"\1" * 100_000)
+
+    def accept(self, token: int) -> None:
+        self._left -= 1
+        if not self._left:
+            raise RuntimeError("the grammar is torn")
+
+
+@pytest.mark.parametrize(("tokens", "together"), [(0, True), (3, True), (3, False)])
+def test_a_grammar_that_raises_leaves_the_forward_in_the_log(
+    tokens: int, together: bool, reference: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Its tokens were forwarded, and others go on from them."""
+    made = engine(reference, tokenizer, "lru", 60, log=tmp_path / "log")
+    answers: dict[int, list[Output]] = {}
+    grammar: Any = _Torn(tokens)
+
+    def sink(output: Output) -> None:
+        answers.setdefault(output.request, []).append(output)
+
+    torn = made.submit([8, 9, 10], SamplingParams(max_tokens=10, ignore_eos=True, grammar=grammar), sink)
+    other = made.submit([5, 6, 7], SamplingParams(max_tokens=10, ignore_eos=True), sink) if together else None
+    while not made.idle:
+        made.step()
+    assert answers[torn][-1] == Output(torn, None, finish="error", error="the grammar is torn")
+    assert len(answers[torn]) == max(1, tokens) and made.metrics()["failures"] == 0
+    trace, _ = require_replayed(made, tmp_path / "log", "lru")
+    assert trace.manifest["provenance"]["failed_forwards"] == 0
+    forwarded = (3 + tokens - 1 if tokens else 0) + (3 + 9 if together else 0)
+    assert trace.num_tokens == forwarded and (other is None or len(answers[other]) == 10)
 
 
 @pytest.mark.parametrize(

@@ -265,17 +265,21 @@ class Batcher(Scheduler):
             "key_ends": np.array(key_ends),
             "key_rows": np.concatenate(rows),
         }
-        packed = on_device(torch.from_numpy(np.concatenate(list(arrays.values()))), self.model.device)
-        found = dict(zip(arrays, packed.split([len(array) for array in arrays.values()]), strict=True))
+        device = self.model.device
+        if device.type == "cpu":  # without a copy: key rows may be many
+            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        else:
+            packed = on_device(torch.from_numpy(np.concatenate(list(arrays.values()))), device)
+            tensors = dict(zip(arrays, packed.split([len(array) for array in arrays.values()]), strict=True))
         if self.fixed_shapes and query_ends[-1] == len(batch) and key_ends[-1] <= self.kv_tokens:
-            for name, values in found.items():  # recorded steps read as many key rows as the cache has, the last unused
+            for name, values in tensors.items():  # recorded steps read as many key rows as the cache has
                 size = self.kv_tokens if name == "key_rows" else self.max_requests + 1
-                memory = self._fixed.setdefault(name, torch.zeros(size, dtype=torch.int64, device=packed.device))
+                memory = self._fixed.setdefault(name, torch.zeros(size, dtype=torch.int64, device=device))
                 memory[: len(values)].copy_(values)
-                found[name] = memory if name == "key_rows" else memory[: len(values)]
-        kv_batch = KvBatch(self._pages, query_ends, key_ends, found["write_rows"], found["key_rows"])
-        inputs = {"input_ids": found["tokens"][None], "position_ids": found["positions"][None]}
-        return kv_batch, inputs | ({"logits_to_keep": found["kept"]} if self._keeps_logits else {})
+                tensors[name] = memory if name == "key_rows" else memory[: len(values)]
+        kv_batch = KvBatch(self._pages, query_ends, key_ends, tensors["write_rows"], tensors["key_rows"])
+        inputs = {"input_ids": tensors["tokens"][None], "position_ids": tensors["positions"][None]}
+        return kv_batch, inputs | ({"logits_to_keep": tensors["kept"]} if self._keeps_logits else {})
 
     def _room(self, batch: KvBatch) -> int:
         """Padded keys of a sequence, if all have one new token and attend in one call, otherwise 0.
@@ -300,5 +304,5 @@ class Batcher(Scheduler):
 
     def _release(self, request: Request, finish: str | None) -> None:
         if request.cache is not None:
-            self._ledger.release(request.cache, keep=finish not in ("error", "refused"))  # whose values may be wrong
+            self._ledger.release(request.cache, keep=finish != "error")
         self._restarts = False

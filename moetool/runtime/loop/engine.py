@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from moetool.base import plugins
 from moetool.base.errors import MoetoolError
 from moetool.base.types import ForwardInfo
 from moetool.caching.devices import Pool
@@ -370,9 +371,8 @@ class Engine:
         outputs = self.batcher.step()
         self._forward_began = None
         self._forward_seconds += (seconds := time.perf_counter() - began)
-        failed = any(output.finish == "error" for output in outputs)
-        self._failures += failed
-        self._after_forward(failed, ended={output.request for output in outputs if output.finish is not None})
+        self._failures += (failed := self.batcher.failed)
+        self._after_forward(failed, [output.request for output in outputs if output.finish is not None])
         for output in outputs:
             self._new_tokens += output.token is not None
             self._reused_tokens += output.reused
@@ -496,14 +496,19 @@ class Engine:
             self._log.on_reserved_slots(info.forward_id, self.residency.reserved_slots)
 
     def _add(self, request: int, prompt: list[int], params: SamplingParams) -> None:
-        if request in self._sinks:  # not cancelled before it began
-            self._prompt_tokens += len(prompt)
-            if self._log is not None:
-                self._log.add_request(request, len(prompt))
-            if params.return_routes:
-                self._routes.follow(request)
+        if request not in self._sinks:
+            return  # cancelled before it began
+        try:
             self.batcher.add(request, prompt, params, params.drawn)
-            _LOG.debug("request %d: %d prompt tokens, at most %d new", request, len(prompt), params.max_tokens)
+        except Exception as error:  # from its grammar
+            self._deliver(Output(request, None, finish="error", error=plugins.describe(error)))
+            return
+        self._prompt_tokens += len(prompt)
+        if self._log is not None:
+            self._log.add_request(request, len(prompt))
+        if params.return_routes:
+            self._routes.follow(request)
+        _LOG.debug("request %d: %d prompt tokens, at most %d new", request, len(prompt), params.max_tokens)
 
     def _cancel(self, request: int) -> None:
         if request in self._sinks:
@@ -519,10 +524,10 @@ class Engine:
         except Exception as error:
             self._failures += 1
             answer.set_exception(MoetoolError(str(error)))
-        self._after_forward(failed=answer.exception() is not None, ended={request})
+        self._after_forward(answer.exception() is not None, [request])
         self._require_unchanged()
 
-    def _after_forward(self, failed: bool, ended: set[int]) -> None:
+    def _after_forward(self, failed: bool, ended: Sequence[int]) -> None:
         """Account for the forward that ran or failed."""
         try:
             self.runtime.end_forward()
@@ -531,7 +536,7 @@ class Engine:
             raise
         self._close_books(failed, ended)
 
-    def _close_books(self, failed: bool, ended: set[int]) -> None:
+    def _close_books(self, failed: bool, ended: Sequence[int]) -> None:
         if self._at_begin is not None:
             self._log_forward(*self._at_begin, failed)
             self._at_begin = None
@@ -539,11 +544,9 @@ class Engine:
             self._forwards += 1
             if self._log is not None:
                 self._log.end_forward(failed)
-            # A forward that raised ends all its requests; otherwise sampling may still fail for one of them.
-            self._routes.end_forward(failed and ended.issuperset(self._in_forward))
-        for request in self._in_forward:
-            if request in ended:
-                self._end_request(request)
+            self._routes.end_forward(failed)
+        for request in ended:
+            self._end_request(request)
         self._in_forward = ()
 
     def _end_request(self, request: int) -> None:

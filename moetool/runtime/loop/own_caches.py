@@ -8,6 +8,7 @@ and cache they run as in `generate`. The forwards of the requests meet at every 
 import sys
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.loop.joint_forwards import JointForwards
 from moetool.runtime.loop.prompt_chunks import PromptChunks
 from moetool.runtime.loop.scheduler import Request, Scheduled, Scheduler
+from moetool.runtime.request import Output
 
 _OF_PAGES = ("unreserved", "first_kv_tokens")
 
@@ -103,9 +105,12 @@ class OwnCaches(Scheduler):
         self._kept.clear()
         self._joint.close()
 
+    def step(self) -> list[Output]:
+        """Begin requests, and run one forward (`Scheduler.step`)."""
+        return [*self._begin(), *super().step()]
+
     def _schedule(self) -> Scheduled:
         """Requests that decode, then prompts in order of arrival, up to `max_batch_tokens`; at least one request."""
-        self._begin()
         batch = [(request, 1) for request in self._running if request.decodes][: self.max_batch_tokens]
         room, chunk = self.max_batch_tokens - len(batch), self._chunks.tokens(decoding=bool(batch))
         for at, request in enumerate(request for request in self._running if not request.decodes):
@@ -116,9 +121,9 @@ class OwnCaches(Scheduler):
             batch.append((request, count))
         return batch
 
-    def _begin(self) -> None:
-        """Begin requests whose caches fit at full length."""
-        free_bytes = self._free_bytes()
+    def _begin(self) -> list[Output]:
+        """Begin requests whose caches fit at full length; returns the ends of those that fail."""
+        free_bytes, ends = self._free_bytes(), []
         while self._waiting:
             request = self._waiting[0]
             free_bytes -= self._size.of(request.most_tokens, 1)
@@ -127,12 +132,16 @@ class OwnCaches(Scheduler):
             request.cache = _Cache()
             self._running.append(self._waiting.pop(0))
             if self._kept and not request.params.return_routes:
-                self._go_on(request)
+                try:
+                    self._go_on(request)
+                except Exception as error:  # for example, no memory for a copy
+                    ends.append(self._fail(request, error))
         self._make_room()
+        return ends
 
     def _go_on(self, request: Request) -> None:
         """Give a request the cached part of its prompt."""
-        kept = max(reversed(self._kept), key=lambda one: one.common(request.tokens))
+        kept = max(reversed(self._kept), key=lambda other: other.common(request.tokens))
         if count := kept.common(request.tokens):
             self._kept.remove(kept)
             self._kept.append(kept)
@@ -160,20 +169,20 @@ class OwnCaches(Scheduler):
         return self._prefix_caching and (self._appends or attends_only(cache))
 
     def _forward(self, batch: Scheduled, composed: Batch) -> torch.Tensor:
-        made = self._joint.run([partial(self._forward_one, request, count) for request, count in batch])
+        logits_1V = self._joint.run([partial(self._forward_one, request, count) for request, count in batch])
         ready = [request.held + count == len(request.tokens) for request, count in batch]
-        return torch.cat([logits for logits, is_ready in zip(made, ready, strict=True) if is_ready] or made).float()
+        return torch.cat(list(compress(logits_1V, ready)) or logits_1V).float()
 
     def _forward_one(self, request: Request, count: int) -> torch.Tensor:
         part = request.part(count)
         coming = torch.tensor([part.tokens], device=self.model.device)
         positions = torch.arange(part.start, part.start + count, device=self.model.device)[None]
         cache, held = request.cache, {self._cache_argument: request.cache.states}
-        made = self.model(coming, position_ids=positions, use_cache=True, logits_to_keep=1, **held)
-        first, cache.states = cache.states is None, made[self._cache_argument]
+        output = self.model(coming, position_ids=positions, use_cache=True, logits_to_keep=1, **held)
+        first, cache.states = cache.states is None, output[self._cache_argument]
         if first:
             name_linear_layers(cache.states)
-        return made.logits[:, -1]
+        return output.logits[:, -1]
 
     def _note(self, request: Request) -> None:
         """Mark the cache of a request whose prompt has been forwarded."""
@@ -186,5 +195,5 @@ class OwnCaches(Scheduler):
         """Keep the cache of an answered request, in place of those that it continued."""
         if finish in ("stop", "length") and self._keeps(request.cache.states):
             tokens = request.tokens[: request.held]
-            self._kept = [one for one in self._kept if one.tokens != tokens[: len(one.tokens)]]
+            self._kept = [kept for kept in self._kept if kept.tokens != tokens[: len(kept.tokens)]]
             self._kept.append(KeptCache(tokens, request.cache.states, request.cache.marks))

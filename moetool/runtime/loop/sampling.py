@@ -8,7 +8,7 @@ The order is vLLM's: grammar, logit bias, penalties, temperature, min_p, top_k, 
 
 import secrets
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,11 @@ class _Choice:
 
     def refuse(self) -> None:
         """Note that every token is excluded."""
-        self.broken, self.refused = (self.matcher.error if self.matcher is not None else "") or NO_TOKEN_LEFT, True
+        try:
+            self.broken = (self.matcher.error if self.matcher is not None else "") or NO_TOKEN_LEFT
+            self.refused = True
+        except Exception as error:
+            self.broken = plugins.describe(error)
 
     def take(self, tokens: Iterable[int]) -> None:
         """Count tokens of the answer."""
@@ -83,10 +87,10 @@ class Sampler:
     def __init__(self, eos: Collection[int] = (), *, batched: bool | None = None) -> None:
         self._eos = list(eos)
         self._batched = batched
-        self._choices: dict[Hashable, _Choice] = {}
+        self._choices: dict[int, _Choice] = {}
         self._verdicts: list[_Verdicts] = []
 
-    def add(self, request: Hashable, params: SamplingParams, prompt: Sequence[int], drawn: int = 0) -> None:
+    def add(self, request: int, params: SamplingParams, prompt: Sequence[int], drawn: int = 0) -> None:
         """Add a request.
 
         Args:
@@ -95,10 +99,10 @@ class Sampler:
         """
         self._choices[request] = _Choice(params, drawn, prompt)
 
-    def remove(self, request: Hashable) -> None:
+    def remove(self, request: int) -> None:
         self._choices.pop(request, None)
 
-    def take(self, request: Hashable, token: int) -> TokenLogprob | None:
+    def take(self, request: int, token: int) -> TokenLogprob | None:
         """Record a sampled token; returns its log-probabilities if the request asked for them.
 
         Call it for every token, before the request's next one.
@@ -113,21 +117,16 @@ class Sampler:
             top = list(zip(ids.tolist(), values.tolist(), strict=True))
         return TokenLogprob(float(choice.logprobs_V[token]), top)
 
-    def broken(self, request: Hashable) -> str:
-        """Return why the newest token of a request is invalid; empty if it is valid."""
-        for verdicts in self._verdicts:
-            verdicts.tell()
-        self._verdicts.clear()
-        return self._choices[request].broken
-
     def broken_end(self, request: int) -> Output | None:
         """Return the last message of a request whose newest token is invalid; None if it is valid."""
-        if not (why := self.broken(request)):
-            return None
-        finish: Finish = "refused" if self._choices[request].refused else "error"
-        return Output(request, None, finish=finish, error=why)
+        arrived, self._verdicts = self._verdicts, []
+        for verdicts in arrived:
+            verdicts.tell()
+        choice = self._choices[request]
+        finish: Finish = "refused" if choice.refused else "error"
+        return Output(request, None, finish=finish, error=choice.broken) if choice.broken else None
 
-    def apply(self, requests: Sequence[Hashable], scores_BV: Tensor) -> Tensor:
+    def apply(self, requests: Sequence[int], scores_BV: Tensor) -> Tensor:
         """Make the argmax of each row the sampled token of its request.
 
         Args:
@@ -147,7 +146,7 @@ class Sampler:
                 scores_V.zero_()
             if choice.params.logprobs is not None:
                 choice.logprobs_V = scores_V.log_softmax(-1)
-            _constrain(scores_V, choice, self._eos)
+            _constrain_alone(scores_V, choice, self._eos)
             if choice.is_constrained and not choice.broken and not scores_V.max().isfinite():
                 choice.refuse()
                 scores_V.zero_()
@@ -156,28 +155,28 @@ class Sampler:
             choice.drawn += 1
         return scores_BV
 
-    def _apply_together(self, requests: Sequence[Hashable], scores_BV: Tensor) -> Tensor:
+    def _apply_together(self, requests: Sequence[int], scores_BV: Tensor) -> Tensor:
         """Like `apply`, without synchronizing; `broken` reads the result later."""
-        found = [(row, choice) for row, request in enumerate(requests) if (choice := self._choices.get(request))]
-        if not found:
+        choices = [(row, choice) for row, request in enumerate(requests) if (choice := self._choices.get(request))]
+        if not choices:
             return scores_BV
         unsound_B = ~scores_BV.amax(-1).isfinite()
         scores_BV.masked_fill_(unsound_B[:, None], 0.0)
-        for row, choice in found:
+        for row, choice in choices:
             if choice.params.logprobs is not None:
                 choice.logprobs_V = scores_BV[row].log_softmax(-1)
-            _constrain(scores_BV[row], choice, self._eos)
+            _constrain_alone(scores_BV[row], choice, self._eos)
         empty_B = ~scores_BV.amax(-1).isfinite()
         scores_BV.masked_fill_(empty_B[:, None], 0.0)
-        drawn = [(row, choice) for row, choice in found if choice.params.temperature > _COLDEST]
+        drawn = [(row, choice) for row, choice in choices if choice.params.temperature > _COLDEST]
         if drawn:
             device, keyed = scores_BV.device, [(c.params, _mix(c.seed, c.drawn)) for _, c in drawn]
             draws = RowSampling.of(keyed, scores_BV.shape[1], device)
             rows = on_device(torch.tensor([row for row, _ in drawn]), device)
             scores_BV.index_copy_(0, rows, batched_gumbel_scores(scores_BV.index_select(0, rows), draws))
-        for _, choice in found:
+        for _, choice in choices:
             choice.drawn += 1
-        self._verdicts.append(_Verdicts(found, torch.stack([unsound_B, empty_B])))
+        self._verdicts.append(_Verdicts(choices, torch.stack([unsound_B, empty_B])))
         return scores_BV
 
 
@@ -185,12 +184,12 @@ class _Verdicts:
     """Rows of a batch that cannot be sampled, in transfer from the device.
 
     Args:
-        found: rows and their requests.
+        choices: rows and their requests.
         broken_2B: whether their scores are not finite, and whether no token is left.
     """
 
-    def __init__(self, found: list[tuple[int, _Choice]], broken_2B: Tensor) -> None:
-        self._found = found
+    def __init__(self, choices: list[tuple[int, _Choice]], broken_2B: Tensor) -> None:
+        self._choices = choices
         self._arrived: Any = None
         self._broken_2B = broken_2B
         if broken_2B.device.type == "cuda":
@@ -203,23 +202,27 @@ class _Verdicts:
         if self._arrived is not None:
             self._arrived.synchronize()
         unsound, empty = self._broken_2B.tolist()
-        for row, choice in self._found:
+        for row, choice in self._choices:
             if unsound[row]:
                 choice.broken = NOT_NUMBERS
             elif empty[row] and not choice.broken:
                 choice.refuse()
 
 
+def _constrain_alone(scores_V: Tensor, choice: _Choice, eos: list[int]) -> None:
+    """Constrain a row (`_constrain`); an error breaks its request alone, unless its scores are no numbers."""
+    try:
+        _constrain(scores_V, choice, eos)
+    except Exception as error:
+        choice.broken = choice.broken or plugins.describe(error)
+
+
 def _constrain(scores_V: Tensor, choice: _Choice, eos: list[int]) -> None:
     """Apply the grammar, the logit bias and the penalties, in place."""
     params, device = choice.params, scores_V.device
     if choice.matcher is not None:
-        try:
-            allowed = torch.frombuffer(choice.matcher.allowed(), dtype=torch.uint8)
-            allowed[eos] = int(choice.matcher.may_end)
-        except Exception as error:  # a grammar must not end other requests
-            choice.broken = plugins.describe(error)
-            return
+        allowed = torch.frombuffer(choice.matcher.allowed(), dtype=torch.uint8)
+        allowed[eos] = int(choice.matcher.may_end)
         allowed = on_device(allowed, device)
         scores_V.masked_fill_(allowed[: len(scores_V)] == 0, float("-inf"))
     if params.logit_bias:
@@ -229,8 +232,8 @@ def _constrain(scores_V: Tensor, choice: _Choice, eos: list[int]) -> None:
         answer = torch.tensor(list(choice.counts), dtype=torch.long)
         if params.repetition_penalty != 1.0:
             seen = on_device(torch.cat([choice.prompt_ids, answer]).unique(), device)
-            found, factor = scores_V[seen], params.repetition_penalty
-            scores_V[seen] = torch.where(found > 0, found / factor, found * factor)
+            scores, factor = scores_V[seen], params.repetition_penalty
+            scores_V[seen] = torch.where(scores > 0, scores / factor, scores * factor)
         if len(answer):
             counts = on_device(torch.tensor(list(choice.counts.values()), dtype=scores_V.dtype), device)
             scores_V[on_device(answer, device)] -= params.frequency_penalty * counts + params.presence_penalty

@@ -10,7 +10,17 @@ import torch
 
 from moetool.base import plugins
 from moetool.base.types import Phase
-from moetool.runtime.decoding import Batch, Part, check_request, compose, context_of, eos_ids, finish_of, score_prompt
+from moetool.runtime.decoding import (
+    NOT_NUMBERS,
+    Batch,
+    Part,
+    check_request,
+    compose,
+    context_of,
+    eos_ids,
+    finish_of,
+    score_prompt,
+)
 from moetool.runtime.kv.paged_attention import plain_arguments
 from moetool.runtime.loop.prompt_chunks import PromptChunks
 from moetool.runtime.loop.sampling import Sampler
@@ -76,6 +86,7 @@ class Scheduler(ABC):
     Attributes:
         max_batch_tokens: may be lowered between steps, and raised again up to its first value. Requests that decode
             then take turns: those that began first go first.
+        failed: whether the last step's forward raised, which ended all its requests.
         on_forward: called with each batch before its forward.
         stalled_s: returns the seconds that forwards have waited for experts so far.
     """
@@ -85,6 +96,7 @@ class Scheduler(ABC):
     ) -> None:
         self.model, self.max_requests, self.kv_tokens = model, max_requests, kv_tokens
         self.max_batch_tokens = max_batch_tokens
+        self.failed = False
         self.on_forward: Callable[[Batch], None] | None = None
         self.stalled_s: Callable[[], float] = float
         self._chunks = chunks
@@ -128,17 +140,17 @@ class Scheduler(ABC):
     def add(self, request: int, prompt: list[int], params: SamplingParams, drawn: int = 0) -> None:
         """Queue a request that passed `check` and asks for at least one token; `drawn` as in `Sampler.add`.
 
-        Numbers of cancelled requests may be reused.
+        Numbers of cancelled requests may be reused. An error of its grammar is raised, and leaves nothing queued.
         """
+        self._sampler.add(request, params, prompt, drawn)
         queued = Request(request, params, list(prompt), len(prompt), whole=len(prompt))
         self._requests[request] = queued
         self._waiting.append(queued)
-        self._sampler.add(request, params, prompt, drawn)
 
     def cancel(self, request: int) -> None:
         """Drop a request; unknown ones are ignored."""
-        if (found := self._requests.get(request)) is not None:
-            self._end(found)
+        if request in self._requests:
+            self._end(self._requests[request])
 
     def step(self) -> list[Output]:
         """Run one forward and report new tokens, finished requests and failures.
@@ -146,6 +158,7 @@ class Scheduler(ABC):
         A forward that raises fails only its own requests; a grammar that raises fails its request.
         """
         batch: Scheduled = []
+        self.failed = False
         try:
             batch = self._schedule()
             if not batch:
@@ -160,13 +173,14 @@ class Scheduler(ABC):
                 scores_BV = self._sampler.apply([request.number for request in ready], self._forward(batch, composed))
                 sampled = scores_BV[: len(ready)].argmax(-1).tolist()
             self._chunks.observe(num_prompt_tokens, time.perf_counter() - began, self.stalled_s() - stalled_s)
+            for request, count in batch:
+                request.held += count
+                self._note(request)
         except Exception as error:
+            self.failed = True
             failed = [request for request, _ in batch] or list(self._requests.values())
             return [self._fail(request, error) for request in failed]
         self._forward_id += 1
-        for request, count in batch:
-            request.held += count
-            self._note(request)
         return [self._report(request, token) for request, token in zip(ready, sampled, strict=True)]
 
     def score(self, request: int, prompt: list[int]) -> Iterator[torch.Tensor]:
@@ -193,15 +207,16 @@ class Scheduler(ABC):
 
     @abstractmethod
     def _release(self, request: Request, finish: str | None) -> None:
-        """Take back the cache of a request that ended with `finish`; None: it was cancelled, or its forward failed.
+        """Take back the cache of a request, which may not have begun.
 
-        It may not have begun.
+        Args:
+            finish: `error` if its values were no numbers; None if it was cancelled, or its forward or grammar failed.
         """
 
     def _report(self, request: Request, token: int) -> Output:
         try:
             if (end := self._sampler.broken_end(request.number)) is not None:
-                self._end(request, end.finish)
+                self._end(request, "error" if end.error == NOT_NUMBERS else None)
                 return end
             logprob = self._sampler.take(request.number, token)
         except Exception as error:  # from a grammar

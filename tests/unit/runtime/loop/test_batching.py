@@ -1,5 +1,6 @@
 """Continuous batching: requests of a forward, and the extent of a failure."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from moetool.base.errors import CapacityError, UsageError
 from moetool.base.types import Phase
-from moetool.runtime.decoding import Batch, kv_cache_bytes
+from moetool.runtime.decoding import PAGE_TOKENS, Batch, kv_cache_bytes
 from moetool.runtime.kv.ledger import PageLedger
 from moetool.runtime.loop import scheduler
 from moetool.runtime.loop.batching import Batcher
@@ -221,6 +222,51 @@ def test_a_family_that_cannot_be_batched_is_refused(full: Any, monkeypatch: pyte
     with refused(UsageError, "Qwen3MoeForCausalLM"):
         Batcher(full.model, max_requests=1, kv_tokens=64)
     assert full.model.config._attn_implementation == "sdpa"
+
+
+class _Ending:
+    """A grammar without a token after the first ones; `fails`: it raises there."""
+
+    error, may_end = "the row is full", False
+
+    def __init__(self, fails: bool) -> None:
+        self._fails, self._left = fails, 2
+
+    def start(self) -> "_Ending":
+        return self
+
+    def allowed(self) -> bytearray:
+        if self._fails and not self._left:
+            raise RuntimeError("the grammar is torn")
+        return bytearray((b"\1" if self._left else b"\0") * 100_000)
+
+    def accept(self, token: int) -> None:
+        self._left -= 1
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_prefixes_of_a_request_whose_grammar_ends_are_kept(full: Any, fails: bool) -> None:
+    grammar: Any = _Ending(fails)
+    prompt = list(range(5, 69))
+    with contextlib.closing(Batcher(full.model, max_requests=2, kv_tokens=256, prefix_caching=True)) as batcher:
+        batcher.add(0, prompt, SamplingParams(max_tokens=9, ignore_eos=True, grammar=grammar))
+        outputs = run_all(batcher)[0]
+        assert len(tokens_of(outputs)) == 2 and outputs[-1].finish == ("error" if fails else "refused")
+        batcher.add(1, prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+        assert run_all(batcher)[1][0].reused == len(prompt) - PAGE_TOKENS
+
+
+def test_inputs_of_a_forward_on_a_cpu_are_not_packed(full: Any, batcher: Batcher) -> None:
+    """Packed ones are copied again: a key row for each token in the cache."""
+    seen: list[torch.Tensor] = []
+
+    def note(module: Any, args: Any, inputs: dict[str, Any]) -> None:
+        seen.extend((inputs["input_ids"], inputs["position_ids"], inputs["kv_batch"].key_rows))
+
+    with full.model.register_forward_pre_hook(note, with_kwargs=True):
+        batcher.add(0, [5, 6, 7], SamplingParams(max_tokens=1))
+        run_all(batcher)
+    assert seen and all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in seen)
 
 
 def test_scores_that_are_no_numbers_end_their_request_alone(full: Any, tokenizer: Any, batcher: Batcher) -> None:

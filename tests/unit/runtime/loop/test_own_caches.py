@@ -1,5 +1,6 @@
 """Requests with caches of their own: one in every forward, or several that meet at the MoE layers."""
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from moetool.base.errors import CapacityError, UsageError
 from moetool.base.types import Phase
 from moetool.measuring.plain_model import Forward, PlainModel
 from moetool.runtime.decoding import Batch
+from moetool.runtime.kv.kept_caches import KeptCache
+from moetool.runtime.loop import own_caches
 from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.loop.joint_forwards import JointForwards
 from moetool.runtime.loop.own_caches import OwnCaches, open_batcher
@@ -235,6 +238,8 @@ class _TornGrammar:
         self._fails = fails
 
     def start(self) -> "_TornGrammar":
+        if self._fails == "start":
+            raise RuntimeError("the grammar is torn")
         return self
 
     def allowed(self) -> bytearray:
@@ -252,13 +257,62 @@ def test_a_grammar_that_raises_fails_its_request_alone(
     full: Any, ids: list[list[int]], fails: str, kind: type[OwnCaches | Batcher]
 ) -> None:
     grammar: Any = _TornGrammar(fails)
-    batcher = kind(full.model, max_requests=3, kv_tokens=256)
-    batcher.add(0, ids[0], SamplingParams(max_tokens=3, ignore_eos=True, grammar=grammar))
-    batcher.add(1, ids[1], SamplingParams(max_tokens=3, ignore_eos=True))
-    outputs = run_all(batcher)
-    batcher.close()
+    with contextlib.closing(kind(full.model, max_requests=3, kv_tokens=256)) as batcher:
+        batcher.add(0, ids[0], SamplingParams(max_tokens=3, ignore_eos=True, grammar=grammar))
+        batcher.add(1, ids[1], SamplingParams(max_tokens=3, ignore_eos=True))
+        outputs = run_all(batcher)
+        assert not batcher.failed
     assert outputs[0] == [Output(0, None, finish="error", error="the grammar is torn")]
     assert len(tokens_of(outputs[1])) == 3
+
+
+@pytest.mark.parametrize("kind", [OwnCaches, Batcher])
+@pytest.mark.parametrize("fails", ["start", "accept"])
+def test_a_grammar_that_cannot_start_leaves_nothing_queued(
+    full: Any, ids: list[list[int]], fails: str, kind: type[OwnCaches | Batcher]
+) -> None:
+    """At its beginning, or after the tokens that were generated elsewhere."""
+    grammar: Any = _TornGrammar(fails)
+    with contextlib.closing(kind(full.model, max_requests=3, kv_tokens=256)) as batcher:
+        with pytest.raises(RuntimeError, match="the grammar is torn"):
+            batcher.add(0, ids[0], SamplingParams(max_tokens=3, grammar=grammar), drawn=2)
+        assert batcher.idle and not batcher.waiting
+        batcher.add(0, ids[0], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(tokens_of(run_all(batcher)[0])) == 3
+
+
+def test_a_kept_cache_that_cannot_be_copied_fails_its_request_alone(
+    full: Any, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    with contextlib.closing(OwnCaches(full.model, max_requests=3, kv_tokens=512, prefix_caching=True)) as batcher:
+        batcher.add(0, ids[0], params)
+        run_all(batcher)
+        batcher.add(1, ids[1], params)
+        batcher.step()
+        monkeypatch.setattr(KeptCache, "resumed", _out_of_memory)
+        batcher.add(2, [*ids[0], 9], params)
+        batcher.add(3, ids[2], params)
+        outputs = run_all(batcher)
+        assert outputs[2] == [Output(2, None, finish="error", error="out of memory")] and not batcher.failed
+        assert (len(tokens_of(outputs[1])), len(tokens_of(outputs[3]))) == (2, 3)
+
+
+def test_states_that_cannot_be_marked_fail_the_forward_alone(
+    full: Any, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    with contextlib.closing(OwnCaches(full.model, kv_tokens=512, prefix_caching=True)) as batcher:
+        with monkeypatch.context() as patch:
+            patch.setattr(own_caches, "cuttable", _out_of_memory)
+            batcher.add(0, ids[0], params)
+            assert batcher.step() == [Output(0, None, finish="error", error="out of memory")] and batcher.failed
+        batcher.add(1, ids[0], params)
+        assert len(tokens_of(run_all(batcher)[1])) == 3 and not batcher.failed
+
+
+def _out_of_memory(*args: Any) -> Any:
+    raise RuntimeError("out of memory")
 
 
 def _forward_threads() -> set[threading.Thread]:

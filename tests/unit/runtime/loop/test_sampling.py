@@ -6,9 +6,10 @@ from functools import partial
 import pytest
 import torch
 
+from moetool.runtime.decoding import NOT_NUMBERS
 from moetool.runtime.loop import sampling
 from moetool.runtime.loop.batched_sampling import RowSampling, batched_gumbel_scores, gumbel_noise
-from moetool.runtime.loop.sampling import Sampler, gumbel_scores, likeliest, nucleus
+from moetool.runtime.loop.sampling import NO_TOKEN_LEFT, Sampler, gumbel_scores, likeliest, nucleus
 from moetool.runtime.request import Output, SamplingParams
 
 
@@ -48,20 +49,20 @@ def test_choosing_together_asks_nothing_of_the_device(batched: bool) -> None:
     """A tensor without values cannot answer."""
     sampler = sampling.Sampler(batched=True)
     params = SamplingParams(max_tokens=1, temperature=0.7, top_p=0.9, seed=1, frequency_penalty=0.5)
-    sampler.add("a", params, [0])
-    sampler.add("b", SamplingParams(max_tokens=1), [0])
-    sampler.take("a", 3)
-    chosen = sampler.apply(["a", "b"], torch.empty(2, 50, device="meta")).argmax(-1)
+    sampler.add(1, params, [0])
+    sampler.add(2, SamplingParams(max_tokens=1), [0])
+    sampler.take(1, 3)
+    chosen = sampler.apply([1, 2], torch.empty(2, 50, device="meta")).argmax(-1)
     assert chosen.device.type == "meta"
 
 
 def _draw(params: SamplingParams, logits_V: torch.Tensor, count: int, others: int = 0) -> list[int]:
     sampler = Sampler()
-    sampler.add("me", params, [0])
+    sampler.add(others, params, [0])
     for i in range(others):
-        sampler.add(f"other{i}", SamplingParams(max_tokens=1, temperature=2.0, seed=i), [0])
-    names = [*(f"other{i}" for i in range(others)), "me"]
-    return [int(sampler.apply(names, logits_V.repeat(len(names), 1).clone())[-1].argmax()) for _ in range(count)]
+        sampler.add(i, SamplingParams(max_tokens=1, temperature=2.0, seed=i), [0])
+    requests = range(others + 1)
+    return [int(sampler.apply(requests, logits_V.repeat(others + 1, 1))[-1].argmax()) for _ in range(count)]
 
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
@@ -89,8 +90,8 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_company() -> None:
 def test_a_request_that_goes_on_elsewhere_draws_what_it_would_have() -> None:
     params = SamplingParams(max_tokens=1, temperature=1.0, seed=7)
     sampler = Sampler()
-    sampler.add("me", params, [0] * 20, drawn=20)
-    rest = [int(sampler.apply(["me"], LOGITS[None].clone())[0].argmax()) for _ in range(30)]
+    sampler.add(0, params, [0] * 20, drawn=20)
+    rest = [int(sampler.apply([0], LOGITS[None].clone())[0].argmax()) for _ in range(30)]
     assert rest == _draw(params, LOGITS, 50)[20:]
 
 
@@ -111,9 +112,9 @@ def test_top_p_keeps_the_nucleus_only() -> None:
 
 def test_logprobs_are_of_the_model_not_of_the_sampling() -> None:
     sampler = Sampler()
-    sampler.add("a", SamplingParams(max_tokens=1, temperature=0.1, top_p=0.5, seed=1, logprobs=2), [0])
-    sampler.apply(["a"], LOGITS.repeat(1, 1).clone())
-    logprob = sampler.take("a", 3)
+    sampler.add(1, SamplingParams(max_tokens=1, temperature=0.1, top_p=0.5, seed=1, logprobs=2), [0])
+    sampler.apply([1], LOGITS.repeat(1, 1).clone())
+    logprob = sampler.take(1, 3)
     expected = LOGITS.log_softmax(-1)
     assert logprob is not None
     assert logprob.logprob == pytest.approx(float(expected[3]))
@@ -128,24 +129,25 @@ def test_the_likeliest_token_is_kept_however_small_top_p_is(top_p: float) -> Non
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_scores_that_are_not_finite_end_their_request_only(wrong: float) -> None:
     sampler = Sampler()
-    for name in ("bad", "good"):
-        sampler.add(name, SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=1, logprobs=2), [0])
+    for request in (1, 2):
+        sampler.add(request, SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=1, logprobs=2), [0])
     scores = LOGITS.repeat(2, 1)
     scores[0, 2] = wrong
-    sampler.apply(["bad", "good"], scores)
-    assert "NaN" in sampler.broken("bad") and not sampler.broken("good")
+    sampler.apply([1, 2], scores)
+    assert sampler.broken_end(1) == Output(1, None, finish="error", error=NOT_NUMBERS)
+    assert sampler.broken_end(2) is None
     assert scores.isfinite().any(-1).all()
 
 
 def test_a_row_of_impossible_tokens_is_broken_and_one_impossible_token_is_not() -> None:
     sampler = Sampler()
-    for name in ("none", "one"):
-        sampler.add(name, SamplingParams(max_tokens=1, temperature=1.0, seed=1, logprobs=2), [0])
+    for request in (1, 2):
+        sampler.add(request, SamplingParams(max_tokens=1, temperature=1.0, seed=1, logprobs=2), [0])
     scores = LOGITS.repeat(2, 1)
     scores[0] = float("-inf")
     scores[1, 0] = float("-inf")
-    sampler.apply(["none", "one"], scores)
-    assert sampler.broken("none") and not sampler.broken("one")
+    sampler.apply([1, 2], scores)
+    assert sampler.broken_end(1) is not None and sampler.broken_end(2) is None
     assert int(scores[1].argmax()) != 0
 
 
@@ -199,10 +201,10 @@ def test_limits_that_exclude_nothing_change_nothing() -> None:
 
 def _scores(params: SamplingParams, prompt: list[int], answer: list[int], drawn: int = 0) -> torch.Tensor:
     sampler = Sampler()
-    sampler.add("me", params, prompt, drawn)
+    sampler.add(0, params, prompt, drawn)
     for token in answer:
-        sampler.take("me", token)
-    return sampler.apply(["me"], LOGITS[None].clone())[0]
+        sampler.take(0, token)
+    return sampler.apply([0], LOGITS[None].clone())[0]
 
 
 def test_penalties_are_those_of_vllm_and_transformers() -> None:
@@ -256,14 +258,14 @@ def test_a_grammar_leaves_what_it_allows_and_logprobs_are_of_the_model() -> None
     grammar = _Only(3, 1)
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=9, temperature=temperature, seed=1, top_p=0.5, logprobs=2, grammar=grammar)
-        sampler.add("me", params, [0])
+        sampler.add(0, params, [0])
         for token in (3, 1):
-            assert int(sampler.apply(["me"], LOGITS[None].clone())[0].argmax()) == token
-            logprob = sampler.take("me", token)
+            assert int(sampler.apply([0], LOGITS[None].clone())[0].argmax()) == token
+            logprob = sampler.take(0, token)
             assert logprob is not None and logprob.top[0][0] == 0
             assert logprob.logprob == pytest.approx(float(LOGITS.log_softmax(-1)[token]))
-        sampler.apply(["me"], LOGITS[None].clone())
-        assert "no token is left" in sampler.broken("me")
+        sampler.apply([0], LOGITS[None].clone())
+        assert sampler.broken_end(0) == Output(0, None, finish="refused", error=NO_TOKEN_LEFT)
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -280,18 +282,35 @@ def test_the_end_of_a_request_says_whose_fault_it_is(batched: bool) -> None:
 
 
 class _Torn(_Only):
+    """A grammar that raises, or whose mask is not as wide as the vocabulary."""
+
+    def __init__(self, fails: str) -> None:
+        super().__init__()
+        self._fails = fails
+
     def start(self) -> "_Torn":
         return self
 
-    def allowed(self) -> bytearray:
+    @property
+    def error(self) -> str:  # type: ignore[override]
         raise RuntimeError("the grammar is torn")
 
+    def allowed(self) -> bytearray:
+        if self._fails == "allowed":
+            raise RuntimeError("the grammar is torn")
+        return bytearray(2 if self._fails == "width" else 5)
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_a_grammar_that_raises_breaks_its_own_row(batched: bool) -> None:
-    sampler = Sampler(batched=batched)
-    sampler.add(1, SamplingParams(max_tokens=9, temperature=0, grammar=_Torn()), [0])
-    sampler.add(2, SamplingParams(max_tokens=9, temperature=0), [0])
-    chosen = sampler.apply([1, 2], LOGITS.repeat(2, 1)).argmax(-1)
-    assert sampler.broken_end(1) == Output(1, None, finish="error", error="the grammar is torn")
-    assert sampler.broken_end(2) is None and chosen[1] == LOGITS.argmax()
+
+@pytest.mark.parametrize("fails", ["allowed", "error", "width"])
+def test_a_grammar_that_raises_breaks_its_own_row(fails: str) -> None:
+    sampler, grammar = Sampler(), _Torn(fails)
+    sampler.add(1, SamplingParams(max_tokens=9, temperature=0), [0])
+    sampler.add(2, SamplingParams(max_tokens=9, temperature=0, grammar=grammar), [0])
+    for _ in range(2):
+        chosen = sampler.apply([1, 2], LOGITS.repeat(2, 1)).argmax(-1)
+        assert sampler.broken_end(1) is None and chosen[0] == LOGITS.argmax()
+        end = sampler.broken_end(2)
+        assert end is not None and end.finish == "error"
+        assert end.error == "the grammar is torn" or fails == "width"
+    sampler.apply([2], LOGITS[None] * float("nan"))
+    assert sampler.broken_end(2) == Output(2, None, finish="error", error=NOT_NUMBERS)
