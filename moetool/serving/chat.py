@@ -4,10 +4,10 @@ import contextlib
 import http.client
 import json
 import ssl
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from moetool.base.errors import MoetoolError, UsageError
 
@@ -42,13 +42,16 @@ class Conversation:
     def __post_init__(self) -> None:
         try:
             parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
-            known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # no number in place of the port, or half an IPv6 address
-            known = False
-        if not known:
+            host = (parts.hostname or "").encode("idna")
+            is_address = parts.scheme in ("http", "https") and host and parts.port != 0
+        except ValueError:  # no number in place of the port, half an IPv6 address, or an empty part of a name
+            is_address = False
+        if not is_address:
             raise UsageError(f"{self.url!r} is not a server address; expected http://HOST:PORT")
+        if self.api_key and not (self.api_key.isprintable() and max(self.api_key) <= "\xff"):
+            raise UsageError("the API key has characters that no HTTP header carries; expected printable Latin-1")
         self._https, self._place = parts.scheme == "https", parts.netloc
-        self._base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._base = quote(parts.path, safe="/%").rstrip("/").removesuffix("/v1") + "/v1"
         self.model = self.first_model()
         self._by_prompt = False
 
@@ -85,29 +88,41 @@ class Conversation:
         with self._request("POST", path, {**options, **self.settings, **body}) as response:
             answer = ""
             for line in response:
-                data = line.decode().strip().removeprefix("data:").strip()
+                data = line.strip().removeprefix(b"data:").strip()
                 if not data:
                     continue
-                if data == "[DONE]":
+                if data == b"[DONE]":
                     return answer
-                event = json.loads(data)
-                if "error" in event:
-                    raise MoetoolError(f"the server ended the answer: {event['error'].get('message')}")
-                self.usage = event.get("usage") or self.usage
-                for choice in event["choices"]:
-                    piece = choice["delta"].get("content") if "delta" in choice else choice.get("text")
-                    if piece:
-                        answer += piece
-                        yield piece
+                if not line.endswith(b"\n") and answer:
+                    break
+                with self._reading():
+                    event = json.loads(data)
+                    if error := event.get("error"):
+                        reason = error["message"] if isinstance(error, dict) else error
+                        raise MoetoolError(f"the server ended the answer: {reason}")
+                    self.usage = event.get("usage") or self.usage
+                    piece = "".join(map(_piece, event["choices"]))
+                if piece:
+                    answer += piece
+                    yield piece
         raise MoetoolError("the server's answer ended in the middle")
 
     def first_model(self) -> str:
         """Return the name of the server's first model. Raises: MoetoolError: it serves none, or does not answer."""
         with self._request("GET", "/models") as response:
-            found: Sequence[Any] = json.loads(response.read())["data"]
-        if not found:
-            raise MoetoolError(f"{self.url} serves no model")
-        return str(found[0]["id"])
+            content = response.read()
+        with self._reading():
+            if models := json.loads(content)["data"]:
+                return str(models[0]["id"])
+        raise MoetoolError(f"{self.url} serves no model")
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Say so if what is read is no answer of an OpenAI server."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise MoetoolError(f"{self.url} answers otherwise than an OpenAI server; give the URL of one") from None
 
     @contextlib.contextmanager
     def _request(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
@@ -127,8 +142,8 @@ class Conversation:
                 f"the certificate of {self.url} is not trusted: {error.verify_message}; to trust it, set SSL_CERT_FILE "
                 "to its PEM file"
             ) from None
-        except (ValueError, KeyError, TypeError):
-            raise MoetoolError(f"{self.url} answers otherwise than an OpenAI server; give the URL of one") from None
+        except http.client.IncompleteRead:
+            raise MoetoolError("the server's answer ended in the middle") from None
         except (OSError, http.client.HTTPException) as error:
             closed = isinstance(error, http.client.RemoteDisconnected) and not self._https
             advice = "; if it serves HTTPS, write https://" if closed else ""
@@ -157,6 +172,11 @@ class ServerRefused(MoetoolError):
     def is_recoverable(self) -> bool:
         """Whether another turn, or the same one later, may succeed."""
         return self.status in (400, 408, 413, 429, 503)
+
+
+def _piece(choice: dict[str, Any]) -> str:
+    """Text of an event's choice."""
+    return (choice["delta"].get("content") if "delta" in choice else choice.get("text")) or ""
 
 
 def _reason(response: http.client.HTTPResponse) -> tuple[str, str]:
