@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moetool.base.errors import CapacityError, MoetoolError, UsageError
+from moetool.base.errors import CapacityError, MoetoolError, UsageError, shortened
 from moetool.runtime.request import Unavailable
 from moetool.serving.json_stream import as_unicode
 
@@ -119,12 +119,14 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first: dict[Any, Any] = {}  # of each field: a union has an error for each of its types
-        for found in error.errors():
-            first.setdefault(found["loc"][1:2], found)
-        messages, params = zip(*(_explain(found, error.body) for found in first.values()), strict=True)
-        message = "; ".join(messages[:_MOST_FIELDS])
-        return JSONResponse(error_object(message, 400, params[0], path=request.url.path), 400)
+        by_field: dict[str | None, str] = {}  # the first error of each: a union has one for each of its types
+        for fault in error.errors():
+            message, param = _explain(fault, error.body)
+            by_field.setdefault(param, message)
+        messages, first = list(by_field.values()), next(iter(by_field))
+        if len(messages) > _MOST_FIELDS:
+            messages[_MOST_FIELDS:] = [f"and {len(messages) - _MOST_FIELDS} more"]
+        return JSONResponse(error_object("; ".join(messages), 400, first, path=request.url.path), 400)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -163,7 +165,7 @@ def _explain(error: Any, body: Any) -> tuple[str, str | None]:
     steps = _within(body, path, missing=error["type"] == "missing")
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in steps)
     param = param.removeprefix(".")
-    return f"{param}: {message}", param
+    return f"{shortened(param)}: {message}", param
 
 
 def _within(body: Any, path: Sequence[str | int], *, missing: bool) -> list[str | int]:

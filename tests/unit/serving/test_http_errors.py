@@ -1,8 +1,11 @@
 """Errors in the names of the protocol that a client speaks."""
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from pydantic import BaseModel, ConfigDict
 
-from moetool.serving.http_errors import error_object
+from moetool.serving.http_errors import error_object, install
 
 
 @pytest.mark.parametrize(
@@ -28,3 +31,33 @@ def test_responses_rename_fields_and_leave_words_of_the_client(param: str, messa
     error = error_object(message, 400, param, path="/v1/responses")["error"]
     assert error["message"] == expected
     assert (error["param"] in expected) and error_object(message, 400, param)["error"]["message"] == message
+
+
+class _Message(BaseModel):
+    role: str
+    content: str | list[str]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    messages: list[_Message]
+
+
+def test_every_wrong_field_is_named_once_and_briefly() -> None:
+    app = FastAPI()
+    install(app)
+
+    @app.post("/v1/chat/completions")
+    def answer(body: _Body) -> None:
+        pass
+
+    def told(**fields: object) -> dict[str, str]:
+        error: dict[str, str] = TestClient(app).post("/v1/chat/completions", json=fields).json()["error"]
+        return error
+
+    error = told(messages=[{"role": 1, "content": 2}, {"role": "user", "content": 3}])
+    faults = [fault.partition(":")[0] for fault in error["message"].split("; ")]
+    assert faults == ["messages[0].role", "messages[0].content", "messages[1].content"]
+    assert error["param"] == faults[0]
+    message = told(messages=[], **{f"{'k' * 500}{i}": 1 for i in range(10)})["message"]
+    assert message.endswith("; and 2 more") and len(message) < 1000
