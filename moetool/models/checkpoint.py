@@ -15,7 +15,7 @@ import torch
 
 from moetool.base import families
 from moetool.base.bounded_read import require_itself
-from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line
+from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line, shortened
 from moetool.base.json_files import decode_json, parse_object, read_bounded
 from moetool.base.types import ModelSpec
 from moetool.kernels.cpu.scaled_weight import unpacked_at_once
@@ -543,7 +543,8 @@ def _fault_of_files(folder: Path, error: Exception) -> str:
         except (OSError, ValueError) as fault:
             return f"its {file.name} is damaged ({first_line(fault)}); download it again"
     lacks = "" if (folder / "tokenizer.json").is_file() else "there is no tokenizer.json, and of its other files: "
-    return f"{lacks}{first_line(error)} (read: {', '.join(file.name for file in files) or 'none'}); download them again"
+    names = ", ".join(file.name for file in files)
+    return f"{lacks}{first_line(error)}{f' (read: {names}); download them again' if names else ''}"
 
 
 def read_fast_tokenizer(folder: Path) -> Any:
@@ -620,8 +621,11 @@ def _parse_config(path: Path, file: Path, raw: dict[str, Any]) -> Any:
             "it, but trace it by capture --server or trace import --set model=PATH; 'moetool models' lists those that "
             "run"
         )
-    if not isinstance(raw.get("quantization_config") or {}, dict):
-        raise MismatchError(f"{file}: quantization_config is no object; correct it, or download the model again")
+    if not isinstance(quantization := raw.get("quantization_config"), dict | None):
+        raise MismatchError(
+            f"{file}: quantization_config is {shortened(repr(quantization))}, expected an object; correct it, or "
+            "download the model again"
+        )
     try:
         values = PreTrainedConfig._decode_special_floats(copy.deepcopy(raw | {"model_type": model_type}))
         config = CONFIG_MAPPING[model_type].from_dict(values, name_or_path=str(path))

@@ -436,11 +436,13 @@ def test_a_file_system_that_is_read_only(
     [
         ("dtype", "float7", 3, "'float7'"),
         ("hidden_act", "gelu_banana", 2, "'gelu_banana'"),
-        ("quantization_config", "awq", 3, "object"),
+        ("quantization_config", "awq", 3, "is 'awq', expected an object"),
+        ("quantization_config", [], 3, "is [], expected an object"),
+        ("quantization_config", False, 3, "is False, expected an object"),
     ],
 )
 def test_a_config_with_an_invalid_value(
-    run: Run, reference: Path, tmp_path: Path, field: str, value: str, code: int, says: str
+    run: Run, reference: Path, tmp_path: Path, field: str, value: object, code: int, says: str
 ) -> None:
     config = json.loads((reference / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))

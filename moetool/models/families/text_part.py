@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def build_empty(whole: Any, file: Path, dtype: torch.dtype) -> Any:
         remedy = "install what is missing" if isinstance(error, ImportError) else "a value there is missing or wrong"
         raise UsageError(
             f"transformers cannot build a {text.model_type} model from {file}: "
-            f"{field_of(text.to_dict(), error)}{shortened(first_line(error), 200)}; {remedy}"
+            f"{field_of(vars(text), error)}{shortened(first_line(error), 200)}; {remedy}"
         ) from error
     if text.model_type == "granitemoehybrid":
         _require_norm_by_group(model, file)
@@ -71,9 +71,19 @@ def build_empty(whole: Any, file: Path, dtype: torch.dtype) -> Any:
 
 
 def field_of(config: Mapping[str, Any], error: Exception) -> str:
-    """Return the field whose text transformers' error quotes, before the message; empty if there is none."""
-    said = re.findall(r"'([^']+)'", first_line(error))
-    return next((f"{name}: " for name, value in config.items() if isinstance(value, str) and value in said), "")
+    """Return the only field whose text transformers' error quotes, unless the error names it; else an empty string."""
+    quoted = re.findall(r"'([^']+)'", first_line(error))
+    names = {name for name, text in _texts(config) if text in quoted}
+    return f"{names.pop()}: " if len(names) == 1 and not any(name in first_line(error) for name in names) else ""
+
+
+def _texts(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Fields of a config, nested ones too, whose value is a text."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _texts(value)
+        elif isinstance(value, str) and not str(name).startswith("_"):
+            yield str(name), value
 
 
 def _require_norm_by_group(model: Any, file: Path) -> None:
