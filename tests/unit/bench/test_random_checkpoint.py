@@ -3,17 +3,22 @@
 import collections
 import os
 import shutil
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from moetool.base.errors import CapacityError, UsageError
+from moetool.base.errors import CapacityError, MismatchError, UsageError
 from moetool.bench import random_checkpoint as checkpoint
-from moetool.bench.random_checkpoint import MARKER, random_checkpoint
+from moetool.bench import serving_setup
+from moetool.bench.random_checkpoint import MARKER, cut_spec, random_checkpoint
+from moetool.bench.serving_setup import BenchModel, ServingBenchOptions, open_setup
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
 from tests.refusals import refused
+from tests.synthetic import make_spec, write_trace
 from tests.tiny_shape import EXPERT_BYTES, write_shape
 
 
@@ -123,3 +128,20 @@ def test_a_full_disk_is_reported_before_writing(shape: str, tmp_path: Path, monk
 def test_missing_layers_are_refused(shape: str, tmp_path: Path, layers: int) -> None:
     with refused(UsageError, "4 MoE layers", "1 to 4"):
         random_checkpoint(shape, layers, tmp_path / "work")
+
+
+def test_experts_are_known_before_weights_are_written(shape: str, tmp_path: Path) -> None:
+    for layers in (2, None):
+        path = random_checkpoint(shape, layers, tmp_path / "work")
+        written, known = Checkpoint(path).spec, cut_spec(shape, layers)
+        assert known == replace(written, name=shape, revision=known.revision)
+
+
+def test_routes_of_another_shape_are_refused_before_weights_are_written(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_trace(tmp_path / "routes", make_spec())
+    monkeypatch.setattr(serving_setup, "random_checkpoint", lambda *args, **options: pytest.fail("weights are written"))
+    subject = BenchModel(shape=shape, routes=tmp_path / "routes", work=tmp_path / "work")
+    with refused(MismatchError, tmp_path / "routes", "--layers"), ExitStack() as stack:
+        open_setup(subject, ServingBenchOptions(), {}, stack)
