@@ -25,8 +25,7 @@ MODES = ("host", "both")
 PREFETCH = 2
 """`moetool.caching.residency.StepKind`"""
 _FEW, _FEW_WITH_READS = 10, 8
-"""Misses of an event of which every split is tried; of more, moving one expert gains little. Python takes up to 2 and
-5 ms, compiled code 0.01 and 0.1."""
+"""Misses of an event of which every split is tried; of more, moving one expert gains little."""
 _MOST_QUEUED = 2
 """Transfers in the link's queue with which an expert that the host computed is still admitted (guide of benchmarks)."""
 
