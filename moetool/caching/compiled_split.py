@@ -1,7 +1,6 @@
 """A split of misses that compiled code decides (`moetool.caching.split_kernels`), with the decisions of Python."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -17,20 +16,21 @@ class CompiledSplit:
 
     Args:
         split: its costs are read at the first event; its own model of the machine is not used.
-        kernels: `moetool.caching.split_kernels`, which imports numba.
 
     Attributes:
         table: sizes, state and addresses, for compiled code.
     """
 
-    def __init__(self, split: MachineSplit, kernels: Any) -> None:
-        self._split, self._kernels = split, kernels
-        self.table = np.zeros(kernels.TABLE_SIZE, np.int64)
+    def __init__(self, split: MachineSplit) -> None:
+        from moetool.caching import event_kernels, split_kernels  # numba takes half a second to import
+
+        self._split, self._kernels, self._places = split, event_kernels, split_kernels
+        self.table = np.zeros(split_kernels.TABLE_SIZE, np.int64)
         self._arrays: list[np.ndarray] = []
 
     def compile(self) -> None:
         """Compile what Python calls, so that no request waits for it."""
-        self._kernels.compile_for_python()
+        self._kernels.compile_split()
 
     @property
     def active(self) -> bool:
@@ -62,10 +62,10 @@ class CompiledSplit:
 
     def admits(self, free: bool) -> bool:
         """`MachineSplit.admits`."""
-        return free or bool(self.table[self._kernels.QUEUED] <= self._kernels.MOST_QUEUED)
+        return free or bool(self.table[self._places.QUEUED] <= self._places.MOST_QUEUED)
 
     def _fill(self, split: MachineSplit) -> None:
-        k, costs, stride = self._kernels, split.costs, split.spec.num_experts
+        k, costs, stride = self._places, split.costs, split.spec.num_experts
         num = split.spec.num_layers * stride
         in_memory_2A = np.full((2, num + 1), -1, np.int32)
         in_memory_2A[:, num] = num

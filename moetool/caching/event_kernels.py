@@ -613,17 +613,35 @@ def _entries(stamp: int) -> tuple[Any, ...]:
             key = _victim_among(table, memory, _FREE, _NOBODY) if table[BY_LAYER] else _victim(table, memory, _FREE)
         _give_up(table, memory, key)
 
-    return tuple(numba.njit(cache=True, error_model="numpy")(entry) for entry in (run, place, give_up))
+    def choose(split, single, token_E, hit_N, miss_N, worth_N, host_N):  # type: ignore[no-untyped-def]
+        split[splits.STAMP] = stamp
+        return splits.choose(split, single, token_E, hit_N, miss_N, worth_N, host_N)
+
+    def note(split, key, evicted):  # type: ignore[no-untyped-def]
+        split[splits.STAMP] = stamp
+        splits.note(split, key, evicted)
+
+    entries = (run, place, give_up, choose, note)
+    return tuple(numba.njit(cache=True, error_model="numpy")(entry) for entry in entries)
 
 
 _source = Path(tokens.__file__).read_bytes() + Path(splits.__file__).read_bytes()
-run, place, give_up = _entries(int.from_bytes(hashlib.blake2b(_source, digest_size=7).digest()))
+run, place, give_up, choose, note = _entries(int.from_bytes(hashlib.blake2b(_source, digest_size=7).digest()))
 """Each takes a table and foresight's memory (None: without), `run` also the table of a split of misses (None: without,
 and its code is not compiled). `run` runs the events of some layers and returns the number of their steps. Between
-events, `place` gives an expert a free slot and returns it, and `give_up` evicts an expert (-1: the policy's choice)."""
+events, `place` gives an expert a free slot and returns it, and `give_up` evicts an expert (-1: the policy's choice).
+`choose` and `note` are those of a split alone."""
 
 
 @line_if_slow(COMPILING)
 def compile_for(memory: np.ndarray | None, split: np.ndarray | None) -> None:
     """Compile `run` for a policy, so that no request waits for it; say so if it takes long."""
     run.compile(tuple(numba.typeof(table) for table in (np.zeros(1, np.int64), memory, split)))
+
+
+@line_if_slow(COMPILING)
+def compile_split() -> None:
+    """Compile `choose` and `note` for the arguments of Python."""
+    table, worth, num = numba.typeof(np.zeros(1, np.int64)), numba.typeof(np.zeros(1)), numba.int64
+    choose.compile((table, numba.boolean, table, table, table, worth, table))
+    note.compile((table, num, num))

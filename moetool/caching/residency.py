@@ -183,10 +183,9 @@ class Residency:
         self.sink = sink
         self._requests: dict[int, None] = {}
         split = None if policy.computes_on_host else split
-        self._compiled_split: CompiledSplit | None = None
+        self._split: MachineSplit | CompiledSplit | None = split
         if type(split) is MachineSplit and self.compiles and not short and kernels() is not None:
-            self._compiled_split = CompiledSplit(split, kernels().splits)
-        self._split = self._compiled_split or split
+            self._split = CompiledSplit(split)
         plain = capacity_bytes is None and share == (0, 1)
         plain = plain and (split is None or (type(split) is MachineSplit and not admits_by_value(policy.options)))
         self._may_compile = plain and self.compiles and not short
@@ -418,9 +417,10 @@ class Residency:
 
     def _compile(self) -> None:
         """Let compiled code decide from now on, if it can."""
+        split = self._split if isinstance(self._split, CompiledSplit) else None
         if not (self._may_compile and self.policy.compiles) or kernels() is None:
-            if self._compiled_split is not None:
-                self._compiled_split.compile()
+            if split is not None:
+                split.compile()
             return
         counts = [list(astuple(counts)) for counts in (self._prefill, self._decode)]
         self.compiled = CompiledEvents(
@@ -431,7 +431,7 @@ class Residency:
             free=self._free,
             unused=self._unused,
             counts_26=np.array(counts, np.int64),
-            split=self._compiled_split,
+            split=split,
         )
 
     def _leave_compiled(self) -> None:

@@ -13,9 +13,7 @@ import numba
 import numpy as np
 from numba import carray
 
-from moetool.base.tables import line_if_slow
 from moetool.prediction.token_kernels import pointer
-from moetool.prediction.token_memory import COMPILING
 
 BOTH, IN_MEMORY, HOST_KNOTS, DEVICE_KNOTS, KEYS, EXPERTS, QUEUED, HELD = range(8)
 """Whether some misses are loaded, experts that host memory holds (-1: all), numbers of knots, A, experts of a layer;
@@ -26,7 +24,8 @@ int32 next and last expert in host memory by its last read, with a sentinel at A
 WORK_3, FLOAT_3N, INT_4N, MARK_3N, SIDE_22N = range(16, 21)
 """Scratch: float64 seconds of residents, of transfers before the misses and of those after; rows by miss (`_rows`); and
 float64 starts and seconds of the work of both sides."""
-TABLE_SIZE = 21
+STAMP, TABLE_SIZE = 21, 22
+"""Place of the stamp of the source (`moetool.caching.event_kernels`), and the size of a table."""
 LOAD_S, HOST_S, DEVICE_S, LAYER_S, START_S, LINK_SHARE, HOST_SHARE, DISK_S = range(8)
 """Places of `moetool.caching.machine_split.SplitCosts` in COST_8."""
 FEW, FEW_WITH_READS, MOST_QUEUED = 10, 8, 2  # as in `moetool.caching.machine_split`
@@ -35,11 +34,6 @@ FEW, FEW_WITH_READS, MOST_QUEUED = 10, 8, 2  # as in `moetool.caching.machine_sp
 def _inlined(loop: Any) -> Any:
     """Compile as part of the functions that call it."""
     return numba.njit(error_model="numpy")(loop)
-
-
-def _entry(loop: Any) -> Any:
-    """Compile for Python too; the result is kept on disk."""
-    return numba.njit(cache=True, error_model="numpy")(loop)
 
 
 @_inlined
@@ -325,7 +319,7 @@ def _drop(split):  # type: ignore[no-untyped-def]
         split[HELD] -= 1
 
 
-@_entry
+@_inlined
 def note(split, key, evicted):  # type: ignore[no-untyped-def]
     """`MachineSplit.note` of one prefetch."""
     key_Q, _, queued_A = _queue(split)
@@ -343,7 +337,7 @@ def admits(split, free):  # type: ignore[no-untyped-def]
     return free or split[QUEUED] <= MOST_QUEUED
 
 
-@_entry
+@_inlined
 def choose(split, single, token_E, hit_N, miss_N, worth_N, host_N):  # type: ignore[no-untyped-def]
     """`MachineSplit.choose`: write the misses that the host computes, in ascending order; return their number.
 
@@ -455,11 +449,3 @@ def _queue_loads(split, hit_N, key_N, loaded_N):  # type: ignore[no-untyped-def]
         key_Q[split[QUEUED]], left_Q[split[QUEUED]] = key, left_s
         split[QUEUED] += 1
         moved += 1
-
-
-@line_if_slow(COMPILING)
-def compile_for_python() -> None:
-    """Compile `choose` and `note` for the arguments of Python."""
-    table, worth, num = numba.typeof(np.zeros(1, np.int64)), numba.typeof(np.zeros(1)), numba.int64
-    choose.compile((table, numba.boolean, table, table, table, worth, table))
-    note.compile((table, num, num))

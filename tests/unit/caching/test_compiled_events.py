@@ -100,7 +100,7 @@ def decisions(
             steps.append(residency.load_into_free_slot(int(rng.integers(layers * num))))
         if split is not None:
             split.active = bool(rng.random() < 0.9)
-        elif rng.random() < 0.05:
+        if rng.random() < 0.05:
             other = build_policy(str(rng.choice(["lru", "foresight", "lfu", "lfru"])), spec, {}, slots)
             try:
                 residency.change(other, () if rng.random() < 0.5 else own)

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 
 from moetool.base.types import ForwardInfo, GateEvent, Phase
-from moetool.caching import split_kernels
 from moetool.caching.compiled_split import CompiledSplit
-from moetool.caching.machine_split import MachineSplit, SplitCosts
+from moetool.caching.machine_split import MODES, MachineSplit, SplitCosts
 from moetool.caching.residency import Step, StepKind
 from tests.synthetic import make_spec
 
@@ -49,16 +48,16 @@ def test_every_choice_is_that_of_python() -> None:
             host_share=float(rng.uniform(0.5, 1)),
             disk_s=float(rng.uniform(0, 2)),
         )
-        held = None if seed % 4 == 0 else 20
-        made = _decisions(CompiledSplit(MachineSplit(SPEC, costs, host_experts=held), split_kernels), seed)
-        assert made == _decisions(MachineSplit(SPEC, costs, host_experts=held), seed), seed
+        held, mode = {0: None, 1: 0}.get(seed % 4, 20), MODES[seed % 5 > 0]
+        made = _decisions(CompiledSplit(MachineSplit(SPEC, costs, mode, held)), seed)
+        assert made == _decisions(MachineSplit(SPEC, costs, mode, held), seed), seed
         sizes |= {len(choice) for choice in made[::2]}
     assert len(sizes) > 4
 
 
 def test_a_split_says_whether_it_is_active_and_reads_its_costs_late() -> None:
     split = MachineSplit(SPEC)
-    compiled = CompiledSplit(split, split_kernels)
+    compiled = CompiledSplit(split)
     split.begin(SplitCosts(load_s=1.0, host_s=1e-6), None)
     event = GateEvent(
         forward=ForwardInfo(forward_id=0, request_T=(0,), phase_T=(Phase.DECODE,), position_T=(0,)),
