@@ -215,7 +215,7 @@ def _following(
     stack.callback(forced.close)
     vocabulary = int(loaded.model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(options.seed)
-    ids = [torch.randint(vocabulary, (one.prompt_tokens,), generator=generator).tolist() for one in requests]
+    ids = [torch.randint(vocabulary, (request.prompt_tokens,), generator=generator).tolist() for request in requests]
     return ServingSetup(
         name=f"{name}, following {trace.path}",
         loaded=loaded,

@@ -190,7 +190,7 @@ class Batcher(Scheduler):
         for request in [*decoding, *(request for request in self._running if not request.decodes)]:
             if not room or (crowded and batch and not request.decodes):
                 break
-            count = min(len(request.tokens) - request.held, room)
+            count = min(len(request.tokens) - request.num_cached, room)
             if request in self._running and self._make_room(request, count, batch):
                 batch.append((request, count))
                 room -= count
@@ -202,7 +202,7 @@ class Batcher(Scheduler):
             if not self._ledger.reserve(request.cache, held + count):
                 self._ledger.release(request.cache)
                 break
-            request.held, request.whole = held, len(request.tokens)
+            request.num_cached, request.num_to_prefill = held, len(request.tokens)
             if request.reused is None:
                 request.reused = held
             self._running.append(self._waiting.pop(0))
@@ -223,14 +223,14 @@ class Batcher(Scheduler):
 
         Without them it waits for another forward, or to begin again.
         """
-        while not self._ledger.reserve(request.cache, request.held + count):
+        while not self._ledger.reserve(request.cache, request.num_cached + count):
             scheduled = [other for other, _ in batch]  # compared by identity
             newest = next(other for other in reversed(self._running) if other not in scheduled)
             assert len(self._running) > 1, "a request alone fits: it passed check"
             self._running.remove(newest)
             self._waiting.insert(0, newest)
             self._ledger.release(newest.cache)
-            newest.held = newest.whole = 0
+            newest.num_cached = newest.num_to_prefill = 0
             self._restarts = True
             if newest is request:
                 return False
@@ -255,8 +255,8 @@ class Batcher(Scheduler):
     def _inputs(self, batch: Scheduled, composed: Batch) -> tuple[KvBatch, dict[str, Any]]:
         """The batch for attention, and the model's inputs: of a step of fixed shapes always in the same memory."""
         query_ends = list(accumulate((count for _, count in batch), initial=0))
-        key_ends = list(accumulate((request.held + count for request, count in batch), initial=0))
-        rows = [request.cache.rows[: request.held + count] for request, count in batch]
+        key_ends = list(accumulate((request.num_cached + count for request, count in batch), initial=0))
+        rows = [request.cache.rows[: request.num_cached + count] for request, count in batch]
         arrays = {
             "tokens": np.array(composed.token_id_T),
             "positions": np.array(composed.info.position_T),
@@ -300,7 +300,7 @@ class Batcher(Scheduler):
         return {**inputs, "kv_batch": replace(batch, decode=rows)}
 
     def _note(self, request: Request) -> None:
-        self._ledger.register(request.cache, request.tokens, request.held)
+        self._ledger.register(request.cache, request.tokens, request.num_cached)
 
     def _release(self, request: Request, finish: str | None) -> None:
         if request.cache is not None:

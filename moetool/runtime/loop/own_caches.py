@@ -114,7 +114,7 @@ class OwnCaches(Scheduler):
         batch = [(request, 1) for request in self._running if request.decodes][: self.max_batch_tokens]
         room, chunk = self.max_batch_tokens - len(batch), self._chunks.tokens(decoding=bool(batch))
         for at, request in enumerate(request for request in self._running if not request.decodes):
-            count = min(request.whole - request.held, chunk)
+            count = min(request.num_to_prefill - request.num_cached, chunk)
             room, chunk = room - count, chunk - count
             if at and (room < 0 or count == 0):
                 break
@@ -145,7 +145,7 @@ class OwnCaches(Scheduler):
         if count := kept.common(request.tokens):
             self._kept.remove(kept)
             self._kept.append(kept)
-            request.cache.states, request.reused, request.held = kept.resumed(count), count, count
+            request.cache.states, request.reused, request.num_cached = kept.resumed(count), count, count
             if not cuttable(kept.cache):
                 request.cache.marks[count] = kept.states_at(count)
 
@@ -170,7 +170,7 @@ class OwnCaches(Scheduler):
 
     def _forward(self, batch: Scheduled, composed: Batch) -> torch.Tensor:
         logits_1V = self._joint.run([partial(self._forward_one, request, count) for request, count in batch])
-        ready = [request.held + count == len(request.tokens) for request, count in batch]
+        ready = [request.num_cached + count == len(request.tokens) for request, count in batch]
         return torch.cat(list(compress(logits_1V, ready)) or logits_1V).float()
 
     def _forward_one(self, request: Request, count: int) -> torch.Tensor:
@@ -187,13 +187,13 @@ class OwnCaches(Scheduler):
     def _note(self, request: Request) -> None:
         """Mark the cache of a request whose prompt has been forwarded."""
         states, marks = request.cache.states, request.cache.marks
-        if request.held == request.num_prompt and self._keeps(states) and not cuttable(states):
-            marks[request.held] = states_of(states)
+        if request.num_cached == request.num_prompt and self._keeps(states) and not cuttable(states):
+            marks[request.num_cached] = states_of(states)
             self._make_room()
 
     def _release(self, request: Request, finish: str | None) -> None:
         """Keep the cache of an answered request, in place of those that it continued."""
         if finish in ("stop", "length") and self._keeps(request.cache.states):
-            tokens = request.tokens[: request.held]
+            tokens = request.tokens[: request.num_cached]
             self._kept = [kept for kept in self._kept if kept.tokens != tokens[: len(kept.tokens)]]
             self._kept.append(KeptCache(tokens, request.cache.states, request.cache.marks))

@@ -29,12 +29,15 @@ from moetool.runtime.request import Output, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request.
+    """The state of a request that waits or runs.
 
     Attributes:
-        tokens: of its prompt, and of its answer so far.
-        whole: tokens to forward before the next new one; those of a request that lost its cache are all a prompt.
-        held: tokens in the cache.
+        number: its number, from the caller.
+        tokens: ids of its prompt, then of its answer so far.
+        num_prompt: tokens of its prompt.
+        num_to_prefill: tokens to forward before the next new one; those of a request that lost its cache are all a
+            prompt.
+        num_cached: tokens in its cache.
         cache: its keys and values, or where they are; None before it begins.
         reused: prompt tokens that the cache held before its first forward; None: not known yet.
     """
@@ -43,8 +46,8 @@ class Request:
     params: SamplingParams
     tokens: list[int]
     num_prompt: int
-    whole: int
-    held: int = 0
+    num_to_prefill: int
+    num_cached: int = 0
     cache: Any = None
     reused: int | None = None
 
@@ -56,13 +59,13 @@ class Request:
     @property
     def decodes(self) -> bool:
         """Whether its prompt has been forwarded."""
-        return self.held >= self.whole
+        return self.num_cached >= self.num_to_prefill
 
     def part(self, count: int) -> Part:
         """Its next tokens, as a part of a batch."""
-        tokens = self.tokens[self.held : self.held + count]
+        tokens = self.tokens[self.num_cached : self.num_cached + count]
         phase = Phase.DECODE if self.decodes else Phase.PREFILL
-        return Part(self.number, tokens, self.held, phase, len(self.tokens) - self.num_prompt)
+        return Part(self.number, tokens, self.num_cached, phase, len(self.tokens) - self.num_prompt)
 
 
 Scheduled = list[tuple[Request, int]]
@@ -143,7 +146,7 @@ class Scheduler(ABC):
         Numbers of cancelled requests may be reused. An error of its grammar is raised, and leaves nothing queued.
         """
         self._sampler.add(request, params, prompt, drawn)
-        queued = Request(request, params, list(prompt), len(prompt), whole=len(prompt))
+        queued = Request(request, params, list(prompt), len(prompt), num_to_prefill=len(prompt))
         self._requests[request] = queued
         self._waiting.append(queued)
 
@@ -168,13 +171,13 @@ class Scheduler(ABC):
             composed = compose(self._forward_id, (request.part(count) for request, count in batch))
             if self.on_forward is not None:
                 self.on_forward(composed)
-            ready = [request for request, count in batch if request.held + count == len(request.tokens)]
+            ready = [request for request, count in batch if request.num_cached + count == len(request.tokens)]
             with torch.inference_mode():
                 scores_BV = self._sampler.apply([request.number for request in ready], self._forward(batch, composed))
                 sampled = scores_BV[: len(ready)].argmax(-1).tolist()
             self._chunks.observe(num_prompt_tokens, time.perf_counter() - began, self.stalled_s() - stalled_s)
             for request, count in batch:
-                request.held += count
+                request.num_cached += count
                 self._note(request)
         except Exception as error:
             self.failed = True

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from moetool.base.types import ForwardInfo, GateEvent, Phase
+from moetool.caching import split_kernels
 from moetool.caching.compiled_split import CompiledSplit
 from moetool.caching.machine_split import MODES, MachineSplit, SplitCosts
 from moetool.caching.residency import Step, StepKind
@@ -65,6 +66,7 @@ def test_a_split_says_whether_it_is_active_and_reads_its_costs_late() -> None:
         experts_TK=((0, 1, 2, 3),),
     )
     assert compiled.choose(event, [], [0, 1, 2, 3], [0.0] * 4) == {0, 1, 2, 3}
+    assert compiled.table[split_kernels.STAMP], "changes of what numba inlines would not count"
     assert compiled.active
     split.active = False
     assert not compiled.active and not compiled.begin_event()

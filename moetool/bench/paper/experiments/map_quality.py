@@ -82,7 +82,8 @@ def _sizes(options: Options) -> ExperimentResult:
         for capacity in options.capacities
         for what, each in values.items()
     }
-    curves = {what: [(options.capacities, tuple(sizes[one, what] for one in options.capacities))] for what in values}
+    capacities = options.capacities
+    curves = {what: [(capacities, tuple(sizes[capacity, what] for capacity in capacities))] for what in values}
     return ExperimentResult(
         values={f"{capacity} {what}": [size] for (capacity, what), size in sizes.items()},
         what=_WHAT["bytes"],
