@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from moetool.base.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.families.text_part import field_of
 from tests import families
 from tests.refusals import refused
 
@@ -34,3 +36,16 @@ def test_a_norm_over_all_groups_is_refused_where_there_are_several(
         return
     with refused(UsageError, tmp_path / "config.json", "mamba_n_groups: found 2", "use transformers 5.23 or newer"):
         _ = checkpoint.skeleton
+
+
+@pytest.mark.parametrize(
+    ("config", "message", "field"),
+    [
+        ({"hidden_act": "silu", "rope_parameters": {"rope_type": "foo"}}, "'foo'", "rope_type: "),
+        ({"hidden_act": "silu", "rope_parameters": {"rope_type": "silu"}}, "'silu'", ""),
+        ({"num_hidden_layers": "4"}, "field 'num_hidden_layers' expected int (value: '4')", ""),
+        ({"_name": "foo", "id2label": {0: "bar"}}, "'foo'", ""),
+    ],
+)
+def test_a_field_is_named_only_if_no_other_can_be_meant(config: dict[str, Any], message: str, field: str) -> None:
+    assert field_of(config, ValueError(message)) == field
