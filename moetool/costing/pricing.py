@@ -31,7 +31,7 @@ class TimelineOptions:
         synchronous: whether the experts of a layer wait for all earlier prefetches, as in systems that prefetch
             synchronously. `moetool serve` does not wait.
         reuse_residents: whether a partial forward reuses the outputs of resident and shared experts, as in SMoE's
-            Figure 9. `moetool serve` computes them again.
+            Figure 9, and begins after them. `moetool serve` computes them again.
     """
 
     device: str = "cpu"
@@ -142,7 +142,10 @@ class Prices:
         return self._search[tokens]
 
     def partial_forward_ns(self, event: GateEvent) -> int:
-        """Return the nanoseconds from a layer's experts to the next gate, if as many experts as needed are resident."""
+        """Return the nanoseconds from a layer's experts to the next gate, if as many experts as needed are resident.
+
+        With `reuse_residents` those that it takes beyond the layer itself.
+        """
         forward = self.forward(event.forward)
         experts = 0 if self.options.reuse_residents else forward.after + sum(self.experts(event).values())
         return experts + forward.before_L[event.layer + 1]

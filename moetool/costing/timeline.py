@@ -9,7 +9,7 @@ its slot is reused is dropped.
 While the host computes experts beside a GPU, transfers and the host have the shares of their rates that the profile
 gives. Not modelled: Python's own time, sampling, and contention of reads and compute on one processor. A call to a
 predictor's `scores`, a policy's own search and its look at later gates each cost a prediction's time; a forward through
-resident experts costs that layer's time.
+resident experts costs that layer's time, and where it reuses outputs, it begins after these.
 """
 
 from collections import deque
@@ -182,6 +182,7 @@ class Timeline:
         self._answer = 0
         self._expert_ns: Mapping[int, int] = {}
         self._computed = self._hosted = 0
+        self._outputs_at = 0  # earliest start of prefetches that a partial forward predicts
         self._stride = prices.spec.num_experts
         self._tier = prices.options.tier
         self._stream = _Stream(prices.link_share)
@@ -212,8 +213,11 @@ class Timeline:
             if not job.dropped:
                 self._wait(job)
         self._ahead.clear()
+        began, partial = self.now, self._partial
         self._answer = self._predict(event)
         self._event, self._expert_ns = event, self._prices.experts(event)
+        if self._partial > partial and self._prices.options.reuse_residents:
+            self._outputs_at = began + self._reused_ns(steps) + self._prices.partial_forward_ns(event)
         self._computed = self._hosted = 0
         if self._prices.miss_ns and any(step.kind in (StepKind.LOAD, StepKind.HOST) for step in steps):
             self._computed += self._prices.miss_ns
@@ -326,6 +330,13 @@ class Timeline:
         self._answers.append(ready)
         return self._answers.popleft() if len(self._answers) > self._prediction_lag else 0
 
+    def _reused_ns(self, steps: Sequence[Step]) -> int:
+        """Return the time of the shared experts, and of those that the event computes without loading them."""
+        loaded = {step.key for step in steps if step.kind is StepKind.LOAD}
+        computed = {step.key for step in steps if step.kind is StepKind.COMPUTE} - loaded
+        shared = self._prices.forward(self._event.forward).after
+        return shared + sum(self._expert_ns[key] for key in computed)
+
     def _wait_for(self, answer: int) -> int:
         """Let the compute stream wait for a prediction; return 0, the time of no prediction."""
         waited = max(0, answer - self.now)
@@ -335,9 +346,10 @@ class Timeline:
 
     def _load(self, key: int, slot: int, prefetch: bool) -> None:
         """Queue a transfer; drop an earlier one to the same slot that has not begun."""
-        stream, earliest, before = self._stream, self.now, self._jobs.get(slot)
+        stream, before = self._stream, self._jobs.get(slot)
+        earliest = max(self.now, self._outputs_at) if prefetch else self.now
         if before is not None:
-            stream.advance(earliest)
+            stream.advance(self.now)
             if before.done == _QUEUED:
                 before.dropped = True
                 self._tally.dropped += 1

@@ -282,6 +282,25 @@ def test_a_partial_forward_computes_experts_again_or_reuses_their_outputs(reuses
     assert prices.partial_forward_ns(GateEvent(forward=forward(), layer=0, experts_TK=((0,),))) == each_ns
 
 
+def test_prefetches_wait_for_the_outputs_that_a_partial_forward_reuses() -> None:
+    """A gate of 2 ns, experts of 100, a shared one of 1000, loads of 200, and three residents."""
+    policy = build_policy("lru", SPEC, {}, 8)
+    profile = make_profile(SPEC, compute(gate=2, expert=flat(100), shared=1000), loads={"disk": flat(200)})
+    made = Timeline(Prices(profile, SPEC, TimelineOptions(reuse_residents=True)), policy=policy)
+    residents = [use(key, key) for key in range(3)]
+    run(residents, line=made, first=[ahead(key, key) for key in range(3)])
+    began, info = made.now, forward()
+    made.begin_forward(info, [])
+    policy.partial_forwards += 1
+    program = [ahead(8, 4), load(3, 3), *residents, use(3, 3)]
+    made.event(GateEvent(forward=info, layer=0, experts_TK=((0, 1, 2, 3),)), program)
+    # gate ..2, partial forward ..4, load ..204 beside the residents ..304, the loaded expert ..404, shared ..1404
+    assert made.now - began == 1404
+    made.event(GateEvent(forward=info, layer=1, experts_TK=((0,),)), [use(8, 4)])
+    # gate, residents, shared and partial forward end at 2 + 300 + 1000 + 2, the prefetch 200 later; gate ..1406
+    assert made.now - began == 1504 + 100 + 1000
+
+
 def test_the_host_computes_beside_a_gpu_and_instead_of_a_cpu() -> None:
     program = [Step(StepKind.HOST, 5, -1), Step(StepKind.HOST, 6, -1), load(0, 0), use(0, 0)]
     assert spent(run(program)) == (10 + 3, 9, 4, 10)  # both are done while the load is under way
