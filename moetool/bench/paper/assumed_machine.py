@@ -78,11 +78,11 @@ class AssumedMachine:
             dtype="float32",
             threads=1,
             expert=_line(expert_s, expert_token_s),
-            attention=_flat(self.dense_s),
-            prompt_attention=_line(self.dense_s, self.dense_token_s),
-            gate=_flat(0.0),
+            attention=_flat(0.0),  # in the gate: a batch reads these weights once, not once per request
+            prompt_attention=_flat(0.0),
+            gate=_line(self.dense_s, self.dense_token_s),
             shared=_line(self.shared_s, self.shared_token_s),
-            dense=None,
+            dense=_line(self.dense_s, self.dense_token_s),
             head=_flat(self.dense_s + self.shared_s),
         )
 

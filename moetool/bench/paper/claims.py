@@ -58,8 +58,8 @@ class Claim:
         derive: values that follow from measured ones (`moetool.bench.paper.verdict.derive`).
         check: conditions of agreement.
         size: printed numbers by name, shares and multiples as numbers.
-        needs: what else decides the claim: `size`, bytes of experts as in the paper's model; `top_k`, experts per token
-            as in it; `gpu`, seconds of a GPU.
+        needs: what else decides the claim: `size`, bytes of experts, and `top_k`, experts per token, within a factor of
+            1.5 of the paper's model; `gpu`, seconds of a GPU.
         ours: a question of moetool's that the paper does not answer, in a table of its own.
         here: relevant differences between the miniature and the paper.
         reason: why the result is not the paper's, if so, and what would change the verdict (default: the setup's).

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import fmean
 from types import MappingProxyType
 from typing import Literal
 
@@ -38,8 +37,9 @@ class Check:
     Attributes:
         order: names, each with a lower value than the next.
         lowest, highest: a name below, or above, all others of `among` (default: all measured ones).
-        at_least, at_most: bounds by name. Values less than 1 % from a bound leave it undecided; a bound of 0 on a
-            derived difference asks for the least effect.
+        at_least, at_most: bounds by name. Values less than 1 % from a bound leave it undecided, but whole numbers may
+            equal it; a bound of 0 on a derived difference asks for the least effect.
+        above: values by name without which the claim could not fail: unless they are above these, it cannot be tested.
 
     Raises:
         UsageError: no part is given.
@@ -51,6 +51,7 @@ class Check:
     among: tuple[str, ...] = ()
     at_least: Mapping[str, float] = field(default_factory=dict)
     at_most: Mapping[str, float] = field(default_factory=dict)
+    above: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.order) == 1 or not (self.order or self.lowest or self.highest or self.at_least or self.at_most):
@@ -58,7 +59,7 @@ class Check:
 
     @property
     def names(self) -> list[str]:
-        named = [*self.order, self.lowest, self.highest, *self.among, *self.at_least, *self.at_most]
+        named = [*self.order, self.lowest, self.highest, *self.among, *self.at_least, *self.at_most, *self.above]
         return list(dict.fromkeys(name for name in named if name))
 
 
@@ -132,7 +133,8 @@ def judge(
 ) -> Verdict:
     """Compare a claim with the measured values.
 
-    A claim whose bound no exact policy reaches on that machine and trace (`ceilings`) cannot be tested here.
+    A claim whose bound no exact policy reaches on that machine and trace (`ceilings`), or that could not fail
+    (`Check.above`), cannot be tested here.
 
     Args:
         size: printed values by name, one or several.
@@ -159,10 +161,10 @@ def judge(
     for bounds, sign in ((check.at_least, 1), (check.at_most, -1)):
         for name, bound in bounds.items():
             relation = f"{name} {'≥' if sign > 0 else '≤'} {bound:g}"
-            least = 0.0
-            if not found.exact:
+            gaps, least = [sign * (value - bound) for value in require(values, name)], 0.0
+            if not (found.exact or (bound and all(value.is_integer() for value in values[name]))):
                 least = _LEAST_EFFECT * abs(bound) or _least_difference(values, wanted.get(name, {}))
-            relations.append((relation, [sign * (value - bound) for value in require(values, name)], least))
+            relations.append((relation, gaps, least))
     units = {name: _unit(wanted[name], found.unit) if name in wanted else found.unit for name in values}
     names = [*check.names, *wanted]
     if (check.lowest or check.highest) and not check.among:
@@ -172,6 +174,11 @@ def judge(
         f"{name} is at most {most:.3g} on this machine and routing, below the claimed {check.at_least[name]:g}"
         for name, most in ceilings(check, found, wanted).items()
         if check.at_least[name] > most
+    ]
+    beyond += [
+        f"{name} is not above {bound:g} here, so the claim could not fail"
+        for name, bound in check.above.items()
+        if not _holds([value - bound for value in require(values, name)], 0.0, found.exact)
     ]
     failed = [words for words, gaps, least in relations if _holds(gaps, least, found.exact) is False]
     open_ = [words for words, gaps, least in relations if _holds(gaps, least, found.exact) is None]
@@ -183,10 +190,10 @@ def judge(
     elif failed:
         answer, why = "differs", "not " + ", nor ".join(failed)
     elif open_:
-        near = [words for words, gaps, least in relations if words in open_ and abs(fmean(gaps)) < least]
-        one = len(next(iter(found.values.values()))) == 1
+        near = [words for words, gaps, least in relations if words in open_ and _is_near(gaps, least, found.exact)]
+        single = len(next(iter(found.values.values()))) == 1
         kinds = {
-            "one run" if one else SPREAD: [words for words in open_ if words not in near],
+            "one run" if single else SPREAD: [words for words in open_ if words not in near],
             "by less than 1 %": near,
         }
         answer, why = "undecided", "; ".join(f"{kind}: {', '.join(these)}" for kind, these in kinds.items() if these)
@@ -230,6 +237,12 @@ def _holds(gaps: Sequence[float], least: float, exact: bool) -> bool | None:
     if mean - half > 0 or (least == 0 and mean - half >= 0):
         return True if mean >= least else None
     return False if mean + half < 0 and -mean >= least else None
+
+
+def _is_near(gaps: Sequence[float], least: float, exact: bool) -> bool:
+    """Return whether a relation's whole interval is within `least`, so that no more seeds would decide it."""
+    mean, half = interval(gaps)
+    return (exact or half is not None) and abs(mean) + (half or 0.0) < least
 
 
 def _sizes(

@@ -142,10 +142,10 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
     choice = MachineChoice(machine=options.machine, model=options.model)
     machine, model = choice.read()
     machine = machine.linked(bench.machine.links)
-    each = simulated_costs(choice.assumed())
+    compute = simulated_costs(choice.assumed())
     if not options.grouped:
-        each = replace(each, expert_token_s=each.expert_s)
-    costs = AssumedRank(costs=each, roofline=options.roofline, name=machine.name)
+        compute = replace(compute, expert_token_s=compute.expert_s)
+    costs = AssumedRank(costs=compute, roofline=options.roofline, name=machine.name)
     samples = Samples(bench)
     cases = list(_cases(options, model, bench.machine.links))
     for seed in bench.seeds:

@@ -3,16 +3,18 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
-from moetool.costing.machines import read_named_model
+from moetool.costing.machines import NamedModel, read_named_model
+from moetool.prediction.expert_maps import MapStore
 from moetool.trace.reader import Trace
 from moetool.training.map_store import MapReport, SimilarityCorrelation, plan_maps
 
 KINDS = ("semantic", "trajectory")
-_VALUE_BYTES = 4  # of a `MapStore`
 _WHAT = {
     "pearson": "correlation of similarity and hit rate (Pearson)",
     "rise": "hit rate of pairs of iterations",
@@ -31,7 +33,7 @@ class Options:
         measure: `pearson`, the correlation of similarity and hit rate; `rise`, the mean hit rate of pairs in the lowest
             and highest nonempty fifth of similarity; `best`, the mean similarity of the best map; `bytes`, megabytes of
             a store at this capacity.
-        model: model of `recipes/models` whose layers, experts and hidden states `bytes` counts.
+        model: model of `recipes/models` whose layers, experts and hidden states a store of `bytes` has.
     """
 
     data: tuple[str, ...] = ALL
@@ -74,25 +76,36 @@ def run(bench: Workbench, options: Options) -> ExperimentResult:
 
 
 def _sizes(options: Options) -> ExperimentResult:
-    """Count the bytes of stores of a model's maps: a value per layer and expert, and an embedding each."""
+    """Measure full stores of a model's maps, without embeddings and with them."""
     model = read_named_model(options.model)
-    values = {"maps": model.layers * model.experts, "maps with embeddings": model.layers * model.experts + model.hidden}
+    widths = {"maps": 0, "maps with embeddings": model.hidden}
     sizes = {
-        (capacity, what): capacity * each * _VALUE_BYTES / 1e6
-        for capacity in options.capacities
-        for what, each in values.items()
+        stored: [_megabytes(model, capacity, width) for capacity in options.capacities]
+        for stored, width in widths.items()
     }
-    capacities = options.capacities
-    curves = {what: [(capacities, tuple(sizes[capacity, what] for capacity in capacities))] for what in values}
+    values = {
+        f"{capacity} {stored}": [size]
+        for stored, row in sizes.items()
+        for capacity, size in zip(options.capacities, row, strict=True)
+    }
     return ExperimentResult(
-        values={f"{capacity} {what}": [size] for (capacity, what), size in sizes.items()},
+        values=values,
         what=_WHAT["bytes"],
         unit="MB",
-        on=f"maps of {model.name}, counted",
-        curves=curves,
+        on=f"stores of {model.name}'s maps",
+        curves={stored: [(options.capacities, tuple(row))] for stored, row in sizes.items()},
         axes=("maps in the store", f"{_WHAT['bytes']}, MB"),
         exact=True,
     )
+
+
+def _megabytes(model: NamedModel, capacity: int, width: int) -> float:
+    """Return the megabytes of a full store of maps with embeddings of this width."""
+    maps_LCE = np.zeros((model.layers, capacity, model.experts), np.float32)
+    embedding_CD, next_C = np.zeros((capacity, width), np.float32), np.full(capacity, -1, np.int32)
+    store = MapStore.of(maps_LCE, embedding_CD, next_C, capacity=capacity, distance=1)
+    arrays = (store.maps_LCE, store.embedding_CD, store.next_C, store.squares_LC)
+    return sum(array.nbytes for array in arrays) / 1e6
 
 
 def _report(bench: Workbench, trace: Trace, capacity: int, seed: int) -> MapReport:

@@ -9,9 +9,9 @@ import numpy as np
 
 from moetool.bench.experiment_figure import Curve, ExperimentResult
 from moetool.bench.paper.assumed_machine import AssumedMachine
-from moetool.bench.paper.experiments.edge_servers import shaped
 from moetool.bench.paper.named_machine import changed
 from moetool.bench.paper.samples import Samples
+from moetool.bench.paper.shaped_routes import shaped
 from moetool.bench.paper.verdict import CannotTestError, require
 from moetool.bench.paper.workbench import ALL, Workbench, requests_of
 from moetool.caching.policy import parse_options, policy_class

@@ -10,6 +10,7 @@ import torch
 
 from moetool.base import plugins
 from moetool.base.errors import UsageError
+from moetool.base.types import ForwardInfo, Phase
 from moetool.bench.bench_result import Row, read_result
 from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.assumed_machine import AssumedMachine
@@ -29,7 +30,7 @@ from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.verdict import SPREAD, Check, Verdict, ceilings, derive, interval, judge
 from moetool.bench.paper.workbench import Workbench, code_files, parsed, requests_of
 from moetool.costing.machines import read_named_model
-from moetool.costing.pricing import Prices
+from moetool.costing.pricing import ForwardCosts, Prices
 from moetool.trace.reader import Trace
 from moetool.training.predictor import build
 from moetool.training.tokens import Tokens
@@ -85,6 +86,9 @@ def test_a_verdict_follows_from_values() -> None:
     near = _judge(check, ours=[1.0, 1.001, 0.999], theirs=[1.005, 1.006, 1.004])
     assert near.answer == "undecided"  # a difference of half a per cent is none, however many seeds there are
     assert near.why == "by less than 1 %: ours < theirs"
+    wide = _judge(check, ours=[1.0, 1.0, 1.0], theirs=[0.9, 1.11, 1.0])  # 0.3 ± 26 %: more seeds may decide it
+    assert wide.why == f"{SPREAD}: ours < theirs"
+    assert _judge(check, ours=[1.0], theirs=[1.0]).why == "one run: ours < theirs"
     both = _judge(Check(lowest="ours"), ours=[1.0, 1.001, 0.999], theirs=[1.005, 1.006, 1.004], wide=[0.5, 1.0, 3.0])
     assert both.why == f"{SPREAD}: ours < wide; by less than 1 %: ours < theirs"
     alone = _judge(check, ours=[1.0], theirs=[2.0])
@@ -170,6 +174,28 @@ def test_bounds_decide_beyond_the_least_effect_and_only_what_can_be_tested() -> 
         assert judge(Check(at_least={"a": 0.77}), found, {}).answer == expected
         ruled_out = judge(Check(at_least={"a": 0.77}), found, {}, ruled_out="another machine")
         assert (ruled_out.answer, ruled_out.why) == ("cannot be tested here", "another machine")
+
+
+def test_counts_may_equal_a_bound() -> None:
+    for counts, answer in (([1.0, 1.0, 1.0], "agrees"), ([2.0, 1.0, 1.0], "undecided"), ([0.0, 0.0, 0.0], "differs")):
+        assert _judge(Check(at_least={"moves": 1.0}), moves=counts).answer == answer
+    assert _judge(Check(at_least={"moves": 1.0}), moves=[1.001, 1.0, 1.0]).answer == "undecided"
+
+
+def test_a_claim_that_could_not_fail_cannot_be_tested() -> None:
+    """A bound of 8 % on the loss by wrong predictions needs more than 8 % to lose."""
+    derived = {"slower": {"less": ("predicted", "true")}, "gained": {"less": ("offline", "true")}}
+    check = Check(at_most={"slower": 0.08}, above={"gained": 0.08})
+    true = [100.0, 101.0, 99.0]
+    for offline, predicted, answer in (
+        ([130.0, 131.0, 129.0], [102.0, 103.0, 101.0], "agrees"),
+        ([130.0, 131.0, 129.0], [130.0, 131.0, 129.0], "differs"),
+        ([105.0, 106.0, 104.0], [105.0, 106.0, 104.0], "cannot be tested here"),
+        ([100.0, 160.0, 99.0], [102.0, 103.0, 101.0], "cannot be tested here"),
+    ):
+        verdict = _judge(check, derived, offline=offline, predicted=predicted, true=true)
+        assert verdict.answer == answer
+        assert ("gained is not above 0.08" in verdict.why) == (answer == "cannot be tested here")
 
 
 def test_claims_above_the_ceiling_cannot_be_tested() -> None:
@@ -427,10 +453,23 @@ def test_profile_has_the_costs_of_the_assumed_machine() -> None:
     machine = AssumedMachine(expert_s=2e-3, expert_token_s=1e-3, load_s=5e-3, host_s=4e-3, host_token_s=0.0)
     profile, options = machine.profile(make_spec(2))
     assert profile.on("cuda").expert(3) == pytest.approx(4e-3)
-    assert Prices(profile, profile.spec, options).load_ns("pinned", 0) == 5_000_000
-    assert Prices(profile, profile.spec, options).host_costs()["host_s"] == pytest.approx(4e-3)
+    prices = Prices(profile, profile.spec, options)
+    assert prices.load_ns("pinned", 0) == 5_000_000
+    assert prices.host_costs()["host_s"] == pytest.approx(4e-3)
     with refused(UsageError, "load_s"):
         AssumedMachine(load_s=-1.0)
+
+
+@pytest.mark.parametrize("request_T", [(0, 1, 2), (0, 0, 0), (0, 0, 1)])
+def test_a_batch_reads_the_dense_weights_once(request_T: tuple[int, ...]) -> None:
+    machine = AssumedMachine(dense_s=4e-3, dense_token_s=1e-3, shared_s=2e-3, shared_token_s=0.5e-3)
+    spec = replace(make_spec(2), layer_ids_L=(1, 2))
+    profile, options = machine.profile(spec)
+    phases = tuple(Phase.PREFILL if request_T.count(request) > 1 else Phase.DECODE for request in request_T)
+    info = ForwardInfo(forward_id=0, request_T=request_T, phase_T=phases, position_T=(5, 6, 7))
+    costs = Prices(profile, spec, options).forward(info)
+    # of three tokens, after a dense layer and without one; the head reads weights once too
+    assert costs == ForwardCosts(before_L=(12_000_000, 6_000_000), after=3_000_000, rest=6_000_000)
 
 
 def test_a_trace_of_the_embedded_model_is_captured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
