@@ -324,7 +324,7 @@ def test_all_wrong_fields_are_named_at_once(url: str) -> None:
     wrong = {"model": "reference", "prompt": "a", "max_tokens": "a", "temperature": "b", "stop": [1, 2]}
     error = post(url, "/v1/completions", wrong)[1]["error"]
     fields = [part.partition(":")[0] for part in error["message"].split("; ")]
-    assert sorted(fields) == ["max_tokens", "stop[0]", "temperature"] and error["param"] == fields[0]
+    assert sorted(fields) == ["max_tokens", "stop[0]", "stop[1]", "temperature"] and error["param"] == fields[0]
 
 
 def test_too_long_for_the_context(client: openai.OpenAI) -> None:
